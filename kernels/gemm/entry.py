@@ -12,8 +12,7 @@ from cutlass import BFloat16, Int32
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.contract import TMA_ALIGNMENT
-from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+from degarble.kernels.gemm.problem import TMA_ALIGNMENT, GemmForm, GemmProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ SPAN = 64  # numbers of K that NVFP4 is decoded by: nvfp4_stages
 PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 2
 PIECES_AT_ONCE = 2  # buffers of a warpgroup's pieces
 RESERVED_BYTES = 1024  # of shared memory in each thread block; CUDA C++ Programming Guide 13.0
+TMA_ALIGNMENT = 16  # of addresses and row strides in bytes; PTX ISA 9.1, tensor maps
 ALIGNMENT = 1024  # of whatever TMA swizzles; PTX ISA 9.1, 5.5.6
 MOST_STAGES = 8
 REGISTERS_OF_PROCESSOR = 65_536  # CUDA C++ Programming Guide 13.0, compute capability 9.0 and 10.0

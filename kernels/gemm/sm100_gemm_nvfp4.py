@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
+from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.entry import described, require_one_block
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
@@ -528,7 +528,7 @@ def atoms_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm
     # With swapped operands m counts rows of the weight, n rows of activations.
     tokens, outputs = (n, m) if form.tactic.swapped else (m, n)
     outputs = cute.assume(outputs, divby=facts.COLUMNS_MULTIPLE)
-    words = cute.assume(k // CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
+    words = cute.assume(k // CODES_OF_WORD, divby=facts.TMA_ALIGNMENT // 4)
     units = ceil_div(k, tcgen05.BLOCK * tensor_memory.SCALES_OF_WORD) * UNITS_OF_TILE
     tiles = [ceil_div(rows, facts.SCALE_TILE_ROWS) for rows in (m, n)]
     a, a_scales, b, b_scales, d = pointers

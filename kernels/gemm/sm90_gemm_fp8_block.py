@@ -27,9 +27,8 @@ from degarble.harness.formats.layouts import ceil_div
 from degarble.harness.formats.scalar_ops import ue8m0_decode
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.contract import TMA_ALIGNMENT
 from degarble.kernels.gemm.entry import GemmOperand, described
-from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+from degarble.kernels.gemm.problem import TMA_ALIGNMENT, GemmForm, GemmProblem
 from degarble.kernels.runtime.kernel import Storage
 from degarble.kernels.runtime.targets import SM90A
 

@@ -28,8 +28,8 @@ from cutlass.cute.nvgpu import warpgroup
 from degarble.kernels.gemm import grouped_problem as grouped
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.contract import TMA_ALIGNMENT
 from degarble.kernels.gemm.grouped_problem import GROUPED_STEP, GroupedForm, GroupedProblem
+from degarble.kernels.gemm.problem import TMA_ALIGNMENT
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.device_words import (
     NAN,

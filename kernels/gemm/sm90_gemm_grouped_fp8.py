@@ -31,9 +31,9 @@ from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_fp8_block as plain
 from degarble.kernels.gemm import sm90_gemm_grouped as grouped
-from degarble.kernels.gemm.contract import TMA_ALIGNMENT
 from degarble.kernels.gemm.grouped_problem import FP8_STEP, GroupedFp8Form, GroupedFp8Problem
 from degarble.kernels.gemm.nvfp4_stages import words_at
+from degarble.kernels.gemm.problem import TMA_ALIGNMENT
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.device_words import (
     NAN,

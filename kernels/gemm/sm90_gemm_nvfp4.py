@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
-from degarble.kernels.gemm import contract, mainloop
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.entry import GemmOperand, described
@@ -370,7 +370,7 @@ def launch_gemm(
     """Launch a form on the extents M, N, K and the number of clusters."""
     m, n, k, clusters = extents
     n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
-    words = cute.assume(k // CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
+    words = cute.assume(k // CODES_OF_WORD, divby=facts.TMA_ALIGNMENT // 4)
     # Words of a row of scale tiles: one tile has four blocks of K, that is 64 numbers.
     of_tiles = ceil_div(k, stages.STAGE_K) * WORDS_OF_TILE
     tiles = [ceil_div(rows, facts.SCALE_TILE_ROWS) for rows in (m, n)]
@@ -398,8 +398,8 @@ def launch_gemm(
 
 def operands_of(scale_element: Any) -> tuple[GemmOperand, ...]:
     """Return packed codes, scales in 128x4 order, read as elements, and decode scales."""
-    codes = Storage(Uint32, torch.uint8, contract.TMA_ALIGNMENT)
-    scales = Storage(scale_element, torch.uint8, contract.TMA_ALIGNMENT)
+    codes = Storage(Uint32, torch.uint8, facts.TMA_ALIGNMENT)
+    scales = Storage(scale_element, torch.uint8, facts.TMA_ALIGNMENT)
     one = Storage(Float32, torch.float32, 4)
     return (
         GemmOperand("a", codes, lambda p: (p.rows, p.inner // 2), label="codes of A"),

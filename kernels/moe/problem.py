@@ -104,6 +104,11 @@ class MoeForm:
     weighted: bool = False  # whether the epilogue of FC1 multiplies by routing weights
     shown: bool = False  # whether FC1 stores gate and up as well, for inspection
 
+    @property
+    def target(self) -> str:
+        """Return the target."""
+        return self.gemm.target
+
     def __post_init__(self) -> None:
         if self.shown and (self.gemm.target, self.gemm.parts) != (SM90A.name, GATE_AND_UP):
             raise InvalidArgument(
@@ -178,6 +183,11 @@ def forms_of(
 # ---- rows ----------------------------------------------------------------------------------------
 
 
+# A plan: rows of all groups, rows of zeros included; slots of each expert here; each tile's expert;
+# each row's slot, -1 of rows of zeros; each slot's row, -1 where its expert is not here.
+PLANNED = ("rows", "counts", "tiles", "slots", "places")
+
+
 @dataclass(frozen=True)
 class RowsProblem:
     """The rows of a problem in tiles of a tactic, each of one expert."""
@@ -185,11 +195,13 @@ class RowsProblem:
     moe: MoeProblem
     tactic: GemmTactic
     mapped: bool = False  # whether experts have other numbers here
+    shown: bool = False  # whether FC1 stores gate and up as well, for inspection
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the element counts of a plan: rows, counts, tiles, slots, places."""
-        return plan_sizes(self.moe, self.tactic)
+        """Return the element counts of a plan, as PLANNED names it."""
+        tiles, rows = most_tiles(self.moe, self.tactic), self.rows
+        return 1, self.moe.experts, tiles, rows, max(1, self.moe.slots)
 
     @property
     def rows(self) -> int:
@@ -222,6 +234,16 @@ def choose_rows_form(problem: RowsProblem, target: str) -> RowsForm:
     return RowsForm(rows_of_one_expert(problem.tactic), target)
 
 
+def choose_first_form(problem: RowsProblem, target: str) -> MoeForm:
+    """Return the form of FC1."""
+    return replace(forms_of(problem.moe, target, problem.tactic)[0], shown=problem.shown)
+
+
+def choose_second_form(problem: RowsProblem, target: str) -> MoeForm:
+    """Return the form of FC2."""
+    return forms_of(problem.moe, target, problem.tactic)[1]
+
+
 def choose_combine_form(problem: CombineProblem, target: str) -> CombineForm:
     """Return the form that sums a token's slots."""
     return CombineForm(problem.chosen, problem.weighted, problem.shared, target)
@@ -244,12 +266,6 @@ def most_rows(problem: MoeProblem, tactic: GemmTactic) -> int:
     return most_tiles(problem, tactic) * rows_of_one_expert(tactic)
 
 
-def plan_sizes(problem: MoeProblem, tactic: GemmTactic) -> tuple[int, ...]:
-    """Return the element counts of a Plan's tensors: rows, counts, tiles, slots, places."""
-    tiles, rows = most_tiles(problem, tactic), most_rows(problem, tactic)
-    return 1, problem.experts, tiles, rows, max(1, problem.slots)
-
-
 def scale_bytes(rows: int, columns: int) -> int:
     """Return the bytes of a matrix's block scales, in 128x4 order."""
     size: int = SWIZZLE_128X4.storage_size(rows, columns // facts.NVFP4.block)
@@ -261,6 +277,20 @@ def columns_of(problem: MoeProblem, form: MoeForm) -> tuple[int, int]:
     if form.gemm.parts == GATE_AND_UP:
         return GATE_AND_UP * problem.width, problem.hidden
     return problem.hidden, problem.width
+
+
+def rows_of_call(
+    problem: MoeProblem, target: str, tactic: GemmTactic | None = None, *, mapped: bool = False
+) -> RowsProblem:
+    """Return the rows of a problem in a tactic's tiles, without one by the table."""
+    return RowsProblem(problem, tactic or choose_tactic(problem, target), mapped)
+
+
+def combined(problem: RowsProblem, *, shared: bool) -> CombineProblem:
+    """Return the sum of all rows to tokens."""
+    moe = problem.moe
+    weighted = moe.weighting == AFTER_W2
+    return CombineProblem(moe.tokens, moe.hidden, moe.chosen, problem.rows, weighted, shared)
 
 
 def grid(problem: MoeProblem, form: MoeForm, processors: int) -> int:

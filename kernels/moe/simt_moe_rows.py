@@ -12,29 +12,25 @@ expert has.
   weights or without; add the shared expert's row and round once to BF16, or store float32.
 
 Nothing here synchronises with the host or allocates, so it can be captured in a CUDA graph.
-sm90_moe_nvfp4 checks the tensors and launches.
 Shape letters: T tokens, K chosen, S slots = T K, R rows at most, E experts here, G experts in all,
 D hidden.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
-from torch import Tensor
 
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
-from degarble.kernels.gemm.problem import GemmTactic
 from degarble.kernels.moe import problem as facts
-from degarble.kernels.moe.problem import CombineProblem, RowsForm, RowsProblem
+from degarble.kernels.moe.problem import PLANNED, CombineProblem, RowsForm, RowsProblem
 from degarble.kernels.primitives import device_words as words
 from degarble.kernels.primitives import quantise_problem
-from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import (
     Kernel,
     LaunchContext,
@@ -51,20 +47,7 @@ FLAT = 1 << 30
 CHUNK = 8  # numbers of a row that a thread of `combine` sums
 
 
-PLANNED = ("rows", "counts", "tiles", "slots", "places")  # a plan, as its kernel names it
-
-
-class RowPlan(NamedTuple):
-    """Assignment of slots to rows: int32 on the GPU, written by `count` and `place`."""
-
-    rows: Tensor  # [1], rows of all groups, rows of zeros included
-    counts: Tensor  # [E], slots of each expert here
-    experts: Tensor  # [R / rows of a tile], of each tile
-    slots: Tensor  # [R], of each row; -1 of rows of zeros
-    places: Tensor  # [S], row of each slot; -1 where its expert is not here
-
-
-def flat(pointers: tuple[Any, ...]) -> tuple[Any, ...]:
+def flat(pointers: Sequence[Any]) -> tuple[Any, ...]:
     """View pointers as unbounded tensors; kernels check their extents."""
     return tuple(cute.make_tensor(pointer, cute.make_layout(FLAT)) for pointer in pointers)
 
@@ -350,6 +333,18 @@ def _plan_numbers(of: LaunchContext[RowsProblem, RowsForm]) -> tuple[Any, ...]:
     return ((moe.slots, moe.routed, moe.experts, int(of.problem.mapped)),)
 
 
+def _require_all_here(problem: RowsProblem, _tensors: Operands) -> None:
+    """Raise if experts are elsewhere, and no map says which."""
+    moe = problem.moe
+    if moe.experts != moe.routed and not problem.mapped:
+        raise InvalidArgument(
+            "experts held here",
+            moe.experts,
+            f"all {moe.routed}, or a map of numbers here",
+            "Pass the map as `local`.",
+        )
+
+
 def _gather_numbers(of: LaunchContext[RowsProblem, RowsForm]) -> tuple[Any, ...]:
     moe = of.problem.moe
     blocks = moe.hidden // quantise_problem.BLOCK
@@ -364,8 +359,8 @@ def _combine_numbers(of: LaunchContext[CombineProblem, facts.CombineForm]) -> tu
     return ((of.problem.tokens, chunks, ceil_div(chunks, THREADS)),)
 
 
-_INTEGERS = Storage(Int32, torch.int32, 4)
-_FLOATS = Storage(Float32, torch.float32, 4)
+INTEGERS = Storage(Int32, torch.int32, 4)
+FLOATS = Storage(Float32, torch.float32, 4)
 _BF16 = Storage(Uint32, torch.bfloat16, 16)
 _MAPPED = Presence[RowsProblem](lambda p: p.mapped, lambda p: f"It says mapped={p.mapped}.")
 _Rows = Operand[RowsProblem]
@@ -373,37 +368,43 @@ _Sum = Operand[CombineProblem]
 
 
 def _planned(at: int) -> Operand[RowsProblem]:
-    return _Rows(PLANNED[at], _INTEGERS, lambda p: (p.sizes[at],), output=True)
+    return _Rows(PLANNED[at], INTEGERS, lambda p: (p.sizes[at],), output=True)
 
 
 PLAN = Kernel[RowsProblem, RowsForm](
     entry=launch_plan,
     operands=(
-        _Rows("experts", _INTEGERS, lambda p: (p.moe.tokens, p.moe.chosen)),
-        _Rows("local", _INTEGERS, lambda p: (p.moe.routed,), _MAPPED, label="numbers here"),
+        _Rows(
+            "experts",
+            INTEGERS,
+            lambda p: (p.moe.tokens, p.moe.chosen),
+            label="experts of tokens",
+        ),
+        _Rows("local", INTEGERS, lambda p: (p.moe.routed,), _MAPPED, label="numbers here"),
         *map(_planned, range(len(PLANNED))),
     ),
     choose_form=facts.choose_rows_form,
     kinds=((Int32,) * 4,),
     numbers=_plan_numbers,
     work=lambda problem: problem.moe.tokens,
+    refuse=_require_all_here,
 )
 GATHER = Kernel[RowsProblem, RowsForm](
     entry=launch_gather,
     operands=(
         _Rows("x", Storage(Uint32, torch.bfloat16, 32), lambda p: (p.moe.tokens, p.moe.hidden)),
-        _Rows("rows", _INTEGERS, lambda _: (1,)),
-        _Rows("tiles", _INTEGERS, lambda p: (p.sizes[2],)),
-        _Rows("slots", _INTEGERS, lambda p: (p.rows,)),
-        _Rows("decode_scale", _FLOATS, lambda p: (p.moe.experts,)),
+        _Rows("rows", INTEGERS, lambda _: (1,)),
+        _Rows("tiles", INTEGERS, lambda p: (p.sizes[2],)),
+        _Rows("slots", INTEGERS, lambda p: (p.rows,)),
+        _Rows("w13_input_scale", FLOATS, lambda p: (p.moe.experts,), label="input scales of w13"),
         _Rows(
-            "codes",
+            "x_codes",
             Storage(Uint32, torch.uint8, 8),
             lambda p: (p.rows, p.moe.hidden // 2),
             output=True,
         ),
         _Rows(
-            "scales",
+            "x_scales",
             Storage(Uint8, torch.uint8, 1),
             lambda p: (facts.scale_bytes(p.rows, p.moe.hidden),),
             output=True,
@@ -417,9 +418,9 @@ GATHER = Kernel[RowsProblem, RowsForm](
 COMBINE = Kernel[CombineProblem, facts.CombineForm](
     entry=launch_combine,
     operands=(
-        _Sum("rows", _BF16, lambda p: (p.rows, p.hidden)),
-        _Sum("places", _INTEGERS, lambda p: (p.tokens * p.chosen,)),
-        _Sum("weights", _FLOATS, lambda p: (p.tokens, p.chosen), label="routing weights"),
+        _Sum("products", _BF16, lambda p: (p.rows, p.hidden)),
+        _Sum("places", INTEGERS, lambda p: (p.tokens * p.chosen,)),
+        _Sum("weights", FLOATS, lambda p: (p.tokens, p.chosen), label="routing weights"),
         _Sum(
             "shared",
             _BF16,
@@ -442,74 +443,3 @@ COMBINE = Kernel[CombineProblem, facts.CombineForm](
 compile_plan, compile_gather, compile_combine = (
     kernel.compile_form for kernel in (PLAN, GATHER, COMBINE)
 )
-
-
-def pointers_of(
-    elements: tuple[Any, ...], tensors: tuple[Tensor | None, ...], alignments: tuple[int, ...]
-) -> tuple[Any, ...]:
-    """Return the pointers of a launch; None becomes a pointer that is not read."""
-    return tuple(map(operands.pointer, elements, tensors, alignments))
-
-
-class Nvfp4Rows(NamedTuple):
-    """Rows of NVFP4: packed codes [R, K / 2], and scale bytes in 128x4 order."""
-
-    codes: Tensor
-    scales: Tensor
-
-
-@dataclass(frozen=True)
-class MoeJob:
-    """Arguments common to all steps: problem, tactic, target, compile settings."""
-
-    problem: facts.MoeProblem
-    tactic: GemmTactic
-    target: str
-    settings: CompileSettings
-
-    @property
-    def tile(self) -> int:
-        """Return the rows of a tile, or of a cluster's tiles, which have one expert."""
-        return facts.rows_of_one_expert(self.tactic)
-
-
-def launch(job: MoeJob, kernel: Kernel[Any, Any], problem: Any, tensors: Operands) -> None:
-    """Launch a step on checked tensors."""
-    form = kernel.choose_form(problem, job.target)
-    kernel.launch(kernel.compile_form(form, job.settings), form, problem, tensors)
-
-
-def plan(job: MoeJob, chosen_TK: Tensor, local_G: Tensor | None, out: RowPlan) -> None:
-    """Order slots into rows, on checked tensors."""
-    problem = RowsProblem(job.problem, job.tactic, local_G is not None)
-    planned = dict(zip(PLANNED, out, strict=True))
-    launch(job, PLAN, problem, {"experts": chosen_TK, "local": local_G, **planned})
-
-
-def gather(
-    job: MoeJob, x_TD: Tensor, decode_scale_E: Tensor, order: RowPlan, out: Nvfp4Rows
-) -> None:
-    """Quantise every row's token with its expert's scale, on checked tensors."""
-    tensors = {
-        "x": x_TD, "rows": order.rows, "tiles": order.experts, "slots": order.slots,
-        "decode_scale": decode_scale_E, **out._asdict(),
-    }  # fmt: skip
-    launch(job, GATHER, RowsProblem(job.problem, job.tactic), tensors)
-
-
-class Sum(NamedTuple):
-    """Inputs and outputs of `combine`."""
-
-    rows: Tensor  # BF16 [R, D]
-    places: Tensor  # of a plan
-    weights: Tensor  # float32 [T, K]
-    shared: Tensor | None  # BF16 [T, D]
-    out: Tensor  # float32 [T, D], or BF16 where a shared expert is added
-
-
-def combine(job: MoeJob, tensors: Sum) -> None:
-    """Sum the rows of every token's slots, on checked tensors."""
-    moe, weighted = job.problem, job.problem.weighting == facts.AFTER_W2
-    shape = (moe.tokens, moe.hidden, moe.chosen, tensors.rows.shape[0])
-    problem = CombineProblem(*shape, weighted, tensors.shared is not None)
-    launch(job, COMBINE, problem, tensors._asdict())

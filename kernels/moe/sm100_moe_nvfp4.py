@@ -1,7 +1,6 @@
 """Routed experts in NVFP4 on Blackwell (sm_100a): FC1 with SwiGLU and requantisation, FC2, sum.
 
-`moe_nvfp4` is the torch entry point; its contract and workspace are those of sm90_moe_nvfp4. Steps:
-plan and gather (simt_moe_rows), FC1, FC2 (`grouped_kernel`), combine.
+`KERNEL` is a whole call (entry.py); its operands are those of sm90_moe_nvfp4.
 grouped_kernel is sm100_gemm_nvfp4 (same warps, rings and arrival counts) over tiles that each have
 one expert: the experts' matrices are members of one TMA tensor, and the number of tiles is read on
 the GPU. An FC1 tile is gate next to up and leaves as NVFP4 codes of FC2's input, an FC2 tile as
@@ -13,41 +12,24 @@ its output and workspace. Compiled but never run: no sm_100a device was availabl
 Shape letters: T tokens, K chosen, D hidden, F width of an expert, E experts here, R rows at most.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
+from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm100_gemm_nvfp4 as gemm
-from degarble.kernels.gemm.problem import GemmForm, GemmTactic
+from degarble.kernels.gemm.problem import GemmForm
 from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.moe import simt_moe_rows as rows
-from degarble.kernels.moe import sm90_moe_nvfp4 as hopper
-from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm, MoeProblem
-from degarble.kernels.moe.sm90_moe_nvfp4 import (
-    ExpertWeights,
-    MoeInputs,
-    MoeWeights,
-    MoeWorkspace,
-    Routing,
-)
+from degarble.kernels.moe.entry import READ, ScaleWords, described, routed_experts
+from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm
 from degarble.kernels.primitives import device_words as words
-from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.targets import SM100A, TARGETS
+from degarble.kernels.runtime.targets import SM100A
 
 # --------------------------------------------------------------------------------------------------
 # Epilogue of the expert products on sm_100a: FC1 tiles leave as NVFP4, FC2 tiles as BF16.
@@ -258,14 +240,6 @@ def quantise_blocks(
 # --------------------------------------------------------------------------------------------------
 # Routed experts in NVFP4 on Blackwell (sm_100a): FC1 with SwiGLU and requantisation, FC2, sum.
 
-# Inputs: A, its scales, B, its scales, decode scales of A and of B, rows, experts, slots.
-# Outputs of FC1: codes, scales, decode scale to quantise by, slots, weights; of FC2: D.
-INPUTS = (Uint32, Int64, Uint32, Int64, Float32, Float32, Int32, Int32, Int32)
-ALIGNED = (16, 16, 16, 16, 4, 4, 4, 4, 4)
-OUTPUTS = {GATE_AND_UP: (Uint32, Uint32, Float32, Int32, Float32), 1: (BFloat16,)}
-OUTPUTS_ALIGNED = {GATE_AND_UP: (16, 16, 4, 4, 4), 1: (16,)}
-
-
 # ---- device --------------------------------------------------------------------------------------
 
 
@@ -324,7 +298,7 @@ def matrices_of(
     a, a_scales, b, b_scales = pointers
     m, n, k, experts = extents
     part, count = n // form.parts, experts * form.parts
-    words = cute.assume(k // gemm.CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
+    words = cute.assume(k // gemm.CODES_OF_WORD, divby=facts.TMA_ALIGNMENT // 4)
     units = ceil_div(k, tcgen05.BLOCK * tensor_memory.SCALES_OF_WORD) * gemm.UNITS_OF_TILE
     made = {}
     for side, of_codes, of_scales, height in (("a", a, a_scales, m), ("b", b, b_scales, part)):
@@ -353,11 +327,14 @@ def feeds_of(
     return tuple(mainloop.feed_of(*box) for box in boxes)
 
 
-def leaving_of(outputs: tuple[Any, ...], extents: tuple[Any, ...], form: MoeForm) -> Any:
+def leaving_of(
+    outputs: tuple[Any, ...], slots: Any, extents: tuple[Any, ...], form: MoeForm
+) -> Any:
     """Return how tiles are written: FC1 as codes and scales, FC2 by TMA."""
     if form.gemm.parts == GATE_AND_UP:
         codes = rows.in_words(outputs[0], 2 * moe_problem.BLOCK // gemm.CODES_OF_WORD)
-        return Sm100Fc1Outputs(codes, *rows.flat(outputs[1:]))
+        scales, hidden_scale, weights = rows.flat(outputs[1:])
+        return Sm100Fc1Outputs(codes, scales, hidden_scale, slots, weights)
     m, n, *_ = extents
     n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
     mD = cute.make_tensor(outputs[0], cute.make_layout((m, n), stride=(Int64(n), 1)))
@@ -366,8 +343,7 @@ def leaving_of(outputs: tuple[Any, ...], extents: tuple[Any, ...], form: MoeForm
 
 @cute.jit
 def launch_grouped(
-    inputs: tuple[cute.Pointer, ...],
-    outputs: tuple[cute.Pointer, ...],
+    pointers: tuple[cute.Pointer, ...],
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
     stream: CUstream,
@@ -375,9 +351,9 @@ def launch_grouped(
     """Launch on the extents rows at most, N, K, experts, clusters."""
     *of_matrices, clusters = extents
     tactic = form.gemm.tactic
-    feeds = feeds_of(inputs[:4], tuple(of_matrices), form.gemm)
-    leaving = leaving_of(outputs, tuple(of_matrices), form)
-    groups = Sm100ExpertTensors(*rows.flat(inputs[4:]))
+    feeds = feeds_of(pointers[:4], tuple(of_matrices), form.gemm)
+    groups = Sm100ExpertTensors(*rows.flat(pointers[4:READ]))
+    leaving = leaving_of(pointers[READ:], groups.slots, tuple(of_matrices), form)
     grouped_kernel(feeds, leaving, groups, extents[1:3], form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[tensor_memory.threads(), 1, 1],
@@ -389,86 +365,6 @@ def launch_grouped(
 
 # ---- host ----------------------------------------------------------------------------------------
 
-
-@cache
-def compile_form(form: MoeForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a product; needs no GPU."""
-    parts = form.gemm.parts
-    pointers = (
-        rows.pointers_of(elements, (None,) * len(elements), aligned)
-        for elements, aligned in ((INPUTS, ALIGNED), (OUTPUTS[parts], OUTPUTS_ALIGNED[parts]))
-    )
-    arguments = (*pointers, tuple(Int32(1) for _ in range(5)), form, any_stream())
-    return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
-
-
-def moe_nvfp4(
-    x_TD: Tensor,
-    routing: Routing,
-    weights: MoeWeights,
-    problem: MoeProblem,
-    settings: CompileSettings,
-    *,
-    shared_TD: Tensor | None = None,
-) -> Tensor:
-    """Return the sum of every token's experts: float32 [T, D], or BF16 with `shared_TD` added.
-
-    `x_TD` and `shared_TD` are BF16.
-    """
-    given = MoeInputs(x_TD, routing, weights, shared_TD)
-    hopper.require_given(problem, given)
-    job = job_of(problem, settings)
-    contract.require_place(tuple(hopper.tensors_of(given)), SM100A)
-    workspace = hopper.empty_workspace(job, x_TD.device)
-    out = hopper.empty_output(problem, given)
-    launch(job, given, workspace, out)
-    return out
-
-
-def job_of(
-    problem: MoeProblem, settings: CompileSettings, tactic: GemmTactic | None = None
-) -> rows.MoeJob:
-    """Return the arguments of all steps; `tactic` replaces FC2's of the table."""
-    tactic = tactic or moe_problem.choose_tactic(problem, SM100A.name)
-    return rows.MoeJob(problem, tactic, SM100A.name, settings)
-
-
-def launch(job: rows.MoeJob, given: MoeInputs, workspace: MoeWorkspace, out: Tensor) -> None:
-    """Launch all steps on checked tensors."""
-    if job.problem.tokens:
-        products(job, given, workspace)
-        tensors = workspace.out, workspace.plan.places, given.routing.weights
-        rows.combine(job, rows.Sum(*tensors, given.shared, out))
-
-
-def products(job: rows.MoeJob, given: MoeInputs, workspace: MoeWorkspace) -> None:
-    """Plan, gather, FC1 and FC2: `workspace.out` is every row's output."""
-    plan, w13, w2 = workspace.plan, given.weights.w13, given.weights.w2
-    rows.plan(job, given.routing.experts, given.routing.local, plan)
-    rows.gather(job, given.x, w13.input_scale, plan, workspace.x)
-    first, second = moe_problem.forms_of(job.problem, job.target, job.tactic)
-    leaving = (*workspace.hidden, w2.input_scale, plan.slots, given.routing.weights)
-    multiply_rows(job, first, (workspace.x, w13, plan), leaving)
-    multiply_rows(job, second, (workspace.hidden, w2, plan), (workspace.out,))
-
-
-def multiply_rows(
-    job: rows.MoeJob,
-    form: MoeForm,
-    given: tuple[rows.Nvfp4Rows, ExpertWeights, rows.RowPlan],
-    outputs: tuple[Tensor, ...],
-) -> None:
-    """Launch one product on checked tensors."""
-    a, b, plan = given
-    device, parts = a.codes.device.index or 0, form.gemm.parts
-    of_b = (b.codes, b.scales, b.input_scale, b.decode_scale)
-    inputs = (*a, *of_b, plan.rows, plan.experts, plan.slots)
-    clusters = moe_problem.grid(job.problem, form, operands.processors_of(device))
-    most = moe_problem.most_rows(job.problem, form.gemm.tactic)
-    extents = (most, *moe_problem.columns_of(job.problem, form), job.problem.experts, clusters)
-    compile_form(form, job.settings)(
-        rows.pointers_of(INPUTS, inputs, ALIGNED),
-        rows.pointers_of(OUTPUTS[parts], outputs, OUTPUTS_ALIGNED[parts]),
-        tuple(map(Int32, extents)),
-        current_stream(device),
-    )
+FC1, FC2 = PRODUCTS = described(launch_grouped, SM100A, ScaleWords(read=Int64, written=Uint32))
+KERNEL = routed_experts(PRODUCTS, SM100A)
+compile_form = PRODUCTS.compile_form

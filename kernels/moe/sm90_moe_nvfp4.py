@@ -1,8 +1,7 @@
 """Routed experts in NVFP4 on Hopper (sm_90a): FC1 with SwiGLU and requantisation, FC2, sum.
 
-`moe_nvfp4` is the torch entry point: BF16 x [T, D] in, float32 or BF16 [T, D] out. Steps: plan and
-gather (simt_moe_rows), FC1, FC2, combine. FC1 writes NVFP4 for FC2 in its epilogue;
-BF16 of the experts' width is never in memory.
+`KERNEL` is a whole call: BF16 x [T, D] in, float32 or BF16 [T, D] out (entry.py). FC1 writes NVFP4
+for FC2 in its epilogue; BF16 of the experts' width is never in memory.
 grouped_kernel is sm90_gemm_nvfp4 over tiles that each have one expert: warpgroup 0 loads and
 decodes B, further warpgroups decode A and multiply, with the same rings and arrival counts. The
 experts' matrices are members of one TMA tensor, their tensor scales multiply the float32 sums, and
@@ -14,41 +13,27 @@ its output and workspace. Shape letters: T tokens, K chosen, D hidden, F width o
 experts here, G experts in all, R rows at most.
 """
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
-import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
-from torch import Tensor
 
-from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
-from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
-from degarble.harness.formats.quantise import QuantisedTensor, require, require_same
-from degarble.kernels.gemm import contract, mainloop
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_nvfp4 as gemm
-from degarble.kernels.gemm.problem import GemmForm, GemmTactic
+from degarble.kernels.gemm.problem import GemmForm
 from degarble.kernels.moe import few_rows
 from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.moe import simt_moe_rows as rows
-from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm, MoeProblem
+from degarble.kernels.moe.entry import READ, ScaleWords, described, routed_experts
+from degarble.kernels.moe.problem import GATE_AND_UP
 from degarble.kernels.primitives import device_words as words
-from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.targets import SM90A, TARGETS
+from degarble.kernels.runtime.targets import SM90A
 
 # --------------------------------------------------------------------------------------------------
 # Epilogue of experts' FC1 on sm_90a: SwiGLU of gate and up, requantised to NVFP4 for FC2.
@@ -324,14 +309,7 @@ def multiply_half(
 # --------------------------------------------------------------------------------------------------
 # Routed experts in NVFP4 on Hopper (sm_90a): FC1 with SwiGLU and requantisation, FC2, sum.
 
-# Inputs: A, its scales, B, its scales, decode scales of A and of B, rows, experts, slots.
-# Outputs of FC1: codes, scales, decode scale to quantise by, slots, weights; of FC2: D.
-INPUTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, Int32, Int32, Int32)
-ALIGNED = (16, 16, 16, 16, 4, 4, 4, 4, 4)
-# Last element: gate and up, of an FC1 that stores them (`shown`).
-OUTPUTS = {GATE_AND_UP: (Uint32, Uint8, Float32, Int32, Float32, Uint32), 1: (BFloat16,)}
 WHOLE_CARVEOUT = 100  # per cent; CUDA Driver API 13.0, preferred shared memory carveout
-OUTPUTS_ALIGNED = {GATE_AND_UP: (16, 16, 4, 4, 4, 16), 1: (16,)}
 
 
 class ExpertTensors(NamedTuple):
@@ -523,7 +501,7 @@ def matrices_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmF
     a, a_scales, b, b_scales = pointers
     m, n, k, experts = extents
     parts, part = form.parts, n // form.parts
-    words = cute.assume(k // gemm.CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
+    words = cute.assume(k // gemm.CODES_OF_WORD, divby=facts.TMA_ALIGNMENT // 4)
     of_tiles = ceil_div(k, stages.STAGE_K) * gemm.WORDS_OF_TILE
     made = []
     for of_a, of_b, row_words, unit in (
@@ -541,8 +519,7 @@ def matrices_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmF
 
 @cute.jit
 def launch_grouped(
-    inputs: tuple[cute.Pointer, ...],
-    outputs: tuple[cute.Pointer, ...],
+    pointers: tuple[cute.Pointer, ...],
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
     stream: CUstream,
@@ -550,19 +527,20 @@ def launch_grouped(
     """Launch on the extents rows at most, N, K, experts, thread blocks."""
     m, n, k, experts, blocks = extents
     of_gemm = form.gemm
-    matrices = matrices_of(inputs[:4], (m, n, k, experts), of_gemm)
+    matrices = matrices_of(pointers[:4], (m, n, k, experts), of_gemm)
     layouts, boxes = gemm.layouts(of_gemm), gemm.boxes_of(of_gemm)
     feeds = tuple(map(mainloop.feed_of, matrices, layouts, boxes))
+    groups, (out, *epilogue) = ExpertTensors(*rows.flat(pointers[4:READ])), pointers[READ:]
     if cutlass.const_expr(of_gemm.parts == GATE_AND_UP):
-        codes = rows.in_words(outputs[0], stages.BLOCK // gemm.CODES_OF_WORD)
-        leaving: Any = Fc1Outputs(codes, *rows.flat(outputs[1:]))
+        codes = rows.in_words(out, stages.BLOCK // gemm.CODES_OF_WORD)
+        scales, hidden_scale, *others = rows.flat(epilogue)
+        leaving: Any = Fc1Outputs(codes, scales, hidden_scale, groups.slots, *others)
     elif cutlass.const_expr(facts.has_few_rows(of_gemm)):
-        leaving = rows.in_words(cute.recast_ptr(outputs[0], dtype=Uint32), few_rows.WORDS_OF_CHUNK)
+        leaving = rows.in_words(cute.recast_ptr(out, dtype=Uint32), few_rows.WORDS_OF_CHUNK)
     else:
         n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
-        mD = cute.make_tensor(outputs[0], cute.make_layout((m, n), stride=(Int64(n), 1)))
+        mD = cute.make_tensor(out, cute.make_layout((m, n), stride=(Int64(n), 1)))
         leaving = mainloop.store_of(mD)
-    groups = ExpertTensors(*rows.flat(inputs[4:]))
     kernel = few_rows.few_kernel if facts.has_few_rows(of_gemm) else grouped_kernel
     kernel(feeds, leaving, groups, (n, k), form).launch(
         grid=[1, 1, blocks],
@@ -575,250 +553,6 @@ def launch_grouped(
 
 # ---- host ----------------------------------------------------------------------------------------
 
-
-def outputs_of(form: MoeForm) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Return element types and alignments of a form's outputs and of its epilogue's inputs."""
-    parts = form.gemm.parts
-    count = None if form.shown or parts == 1 else -1
-    return OUTPUTS[parts][:count], OUTPUTS_ALIGNED[parts][:count]
-
-
-@cache
-def compile_form(form: MoeForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a product; needs no GPU."""
-    pointers = (
-        rows.pointers_of(elements, (None,) * len(elements), aligned)
-        for elements, aligned in ((INPUTS, ALIGNED), outputs_of(form))
-    )
-    arguments = (*pointers, tuple(Int32(1) for _ in range(5)), form, any_stream())
-    return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
-
-
-class ExpertWeights(NamedTuple):
-    """One of the experts' two products, for all experts held here."""
-
-    codes: Tensor  # uint8: w1 and w3 [E, 2, F, D / 2], or w2 [E, D, F / 2]
-    scales: Tensor  # uint8 in 128x4 order, a matrix at a time: [E, 2, bytes] or [E, bytes]
-    decode_scale: Tensor  # float32 [E, 2] or [E]
-    input_scale: Tensor  # float32 [E]: decode scale of what is multiplied
-
-
-class MoeWeights(NamedTuple):
-    """Both products' weights of all experts held here."""
-
-    w13: ExpertWeights
-    w2: ExpertWeights
-
-
-def expert_weights(
-    experts: Sequence[Sequence[QuantisedTensor]], input_scale_E: Tensor
-) -> ExpertWeights:
-    """Stack matrices as a checkpoint stores them: w1 and w3 of every expert, or w2 alone.
-
-    Raise for formats, layouts, scale directions and nibble orders that kernels do not read, and for
-    mixtures of them.
-    """
-    every = [matrix for matrices in experts for matrix in matrices]
-    require_same(*every)
-    for matrix in every:
-        require(
-            matrix,
-            format=NVFP4,
-            layout=SWIZZLE_128X4,
-            direction=ScaleDirection.DECODE,
-            nibble_order=NibbleOrder.LOW_EVEN,
-        )
-    kinds = {(len(matrices), *(matrix.shape for matrix in matrices)) for matrices in experts}
-    if len(kinds) != 1 or len({matrix.shape for matrix in every}) != 1:
-        raise ShapeMismatch(
-            "experts' matrices", sorted(map(str, kinds)), "one shape", "Pass one layer's experts."
-        )
-    codes = _stacked([[matrix.codes for matrix in expert] for expert in experts])
-    scales = _stacked([[matrix.block_scale for matrix in expert] for expert in experts])
-    decode = _stacked(
-        [[matrix.decode_scale.reshape(()) for matrix in expert] for expert in experts]
-    )
-    return ExpertWeights(codes, scales, decode, input_scale_E)
-
-
-def _stacked(experts: list[list[Tensor]]) -> Tensor:
-    """Stack expert by expert; of a single matrix each, without an extent of 1."""
-    made = torch.stack([torch.stack(expert) for expert in experts])
-    return made[:, 0].contiguous() if len(experts[0]) == 1 else made
-
-
-class Routing(NamedTuple):
-    """The experts and routing weights of each token, as simt_router writes them."""
-
-    experts: Tensor  # int32 [T, K]; -1, or an expert that is elsewhere: the slot adds nothing
-    weights: Tensor  # float32 [T, K]
-    local: Tensor | None = None  # int32 [G]: an expert's number here, or -1; None: all are here
-
-
-class MoeInputs(NamedTuple):
-    """All inputs of a call."""
-
-    x: Tensor  # BF16 [T, D]
-    routing: Routing
-    weights: MoeWeights
-    shared: Tensor | None = None  # BF16 [T, D]
-
-
-class MoeWorkspace(NamedTuple):
-    """Intermediates of a call; none outlives it, so one workspace may serve all layers."""
-
-    plan: rows.RowPlan
-    x: rows.Nvfp4Rows  # [R, D]
-    hidden: rows.Nvfp4Rows  # [R, F]
-    out: Tensor  # BF16 [R, D]
-
-
-def moe_nvfp4(
-    x_TD: Tensor,
-    routing: Routing,
-    weights: MoeWeights,
-    problem: MoeProblem,
-    settings: CompileSettings,
-    *,
-    shared_TD: Tensor | None = None,
-) -> Tensor:
-    """Return the sum of every token's experts: float32 [T, D], or BF16 with `shared_TD` added.
-
-    `x_TD` and `shared_TD` are BF16.
-    """
-    given = MoeInputs(x_TD, routing, weights, shared_TD)
-    require_given(problem, given)
-    job = job_of(problem, settings)
-    workspace, out = empty_workspace(job, x_TD.device), empty_output(problem, given)
-    contract.require_place(tuple(tensors_of(given)), SM90A)
-    launch(job, given, workspace, out)
-    return out
-
-
-def job_of(
-    problem: MoeProblem, settings: CompileSettings, tactic: GemmTactic | None = None
-) -> rows.MoeJob:
-    """Return the arguments of all steps; `tactic` replaces the table's."""
-    tactic = tactic or moe_problem.choose_tactic(problem, SM90A.name)
-    return rows.MoeJob(problem, tactic, SM90A.name, settings)
-
-
-def launch(job: rows.MoeJob, given: MoeInputs, workspace: MoeWorkspace, out: Tensor) -> None:
-    """Launch all steps on checked tensors."""
-    if job.problem.tokens:
-        products(job, given, workspace)
-        tensors = workspace.out, workspace.plan.places, given.routing.weights
-        rows.combine(job, rows.Sum(*tensors, given.shared, out))
-
-
-def products(job: rows.MoeJob, given: MoeInputs, workspace: MoeWorkspace) -> None:
-    """Plan, gather, FC1 and FC2: `workspace.out` is every row's output."""
-    plan, w13, w2 = workspace.plan, given.weights.w13, given.weights.w2
-    rows.plan(job, given.routing.experts, given.routing.local, plan)
-    rows.gather(job, given.x, w13.input_scale, plan, workspace.x)
-    first, second = moe_problem.forms_of(job.problem, job.target, job.tactic)
-    leaving = (*workspace.hidden, w2.input_scale, plan.slots, given.routing.weights)
-    multiply_rows(job, first, (workspace.x, w13, plan), leaving)
-    multiply_rows(job, second, (workspace.hidden, w2, plan), (workspace.out,))
-
-
-def multiply_rows(
-    job: rows.MoeJob,
-    form: MoeForm,
-    given: tuple[rows.Nvfp4Rows, ExpertWeights, rows.RowPlan],
-    outputs: tuple[Tensor, ...],
-) -> None:
-    """Launch one product on checked tensors."""
-    a, b, plan = given
-    device = a.codes.device.index or 0
-    inputs = (
-        *a,
-        b.codes,
-        b.scales,
-        b.input_scale,
-        b.decode_scale,
-        plan.rows,
-        plan.experts,
-        plan.slots,
-    )
-    blocks = moe_problem.grid(job.problem, form, operands.processors_of(device))
-    most = moe_problem.most_rows(job.problem, form.gemm.tactic)
-    extents = (most, *moe_problem.columns_of(job.problem, form), job.problem.experts, blocks)
-    compile_form(form, job.settings)(
-        rows.pointers_of(INPUTS, inputs, ALIGNED),
-        rows.pointers_of(outputs_of(form)[0], outputs, outputs_of(form)[1]),
-        tuple(map(Int32, extents)),
-        current_stream(device),
-    )
-
-
-def empty_workspace(job: rows.MoeJob, device: torch.device) -> MoeWorkspace:
-    """Allocate the intermediates uninitialised; what is read is written before."""
-    problem = job.problem
-    most = moe_problem.most_rows(problem, job.tactic)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    counts = moe_problem.plan_sizes(problem, job.tactic)
-    x, hidden = (
-        rows.Nvfp4Rows(empty(most, width // 2), empty(moe_problem.scale_bytes(most, width)))
-        for width in (problem.hidden, problem.width)
-    )
-    plan = rows.RowPlan(*(empty(count, dtype=torch.int32) for count in counts))
-    return MoeWorkspace(plan, x, hidden, empty(most, problem.hidden, dtype=torch.bfloat16))
-
-
-def empty_output(problem: MoeProblem, given: MoeInputs) -> Tensor:
-    """Allocate the sum uninitialised; every element is written."""
-    dtype = torch.float32 if given.shared is None else torch.bfloat16
-    shape = (problem.tokens, problem.hidden)
-    return torch.empty(shape, dtype=dtype, device=given.x.device)
-
-
-def require_given(problem: MoeProblem, given: MoeInputs) -> None:
-    """Raise unless all inputs fit the problem."""
-    check, shape = operands.require_tensor, (problem.tokens, problem.hidden)
-    check("x", given.x, torch.bfloat16, shape, 32)
-    if given.shared is not None:
-        check("shared expert's output", given.shared, torch.bfloat16, shape, 16)
-    of_slots = (problem.tokens, problem.chosen)
-    check("experts of tokens", given.routing.experts, torch.int32, of_slots, 4)
-    check("routing weights", given.routing.weights, torch.float32, of_slots, 4)
-    require_local(problem, given.routing.local)
-    require_weights("w13", given.weights.w13, problem, (problem.experts, GATE_AND_UP))
-    require_weights("w2", given.weights.w2, problem, (problem.experts,))
-
-
-def require_local(problem: MoeProblem, local_G: Tensor | None) -> None:
-    """Raise if the map of local expert numbers is missing or of another kind."""
-    if local_G is not None:
-        operands.require_tensor("numbers here", local_G, torch.int32, (problem.routed,), 4)
-    elif problem.experts != problem.routed:
-        raise InvalidArgument(
-            "experts held here",
-            problem.experts,
-            f"all {problem.routed}, or a map of numbers here",
-            "Pass Routing(..., local=).",
-        )
-
-
-def require_weights(
-    name: str, weights: ExpertWeights, problem: MoeProblem, leading: tuple[int, ...]
-) -> None:
-    """Raise unless the experts' matrices fit the problem; `leading` counts matrices."""
-    sides = (problem.width, problem.hidden)
-    n, k = sides if len(leading) > 1 else sides[::-1]
-    check, tma = operands.require_tensor, contract.TMA_ALIGNMENT
-    size = moe_problem.scale_bytes(n, k)
-    check(f"codes of {name}", weights.codes, torch.uint8, (*leading, n, k // 2), tma)
-    check(f"scales of {name}", weights.scales, torch.uint8, (*leading, size), tma)
-    check(f"decode scales of {name}", weights.decode_scale, torch.float32, leading, 4)
-    check(f"input scales of {name}", weights.input_scale, torch.float32, leading[:1], 4)
-
-
-def tensors_of(given: MoeInputs) -> list[Tensor]:
-    """Return all tensors of a call."""
-    weights = given.weights
-    all_of_it = (given.x, *given.routing, *weights.w13, *weights.w2, given.shared)
-    return [tensor for tensor in all_of_it if tensor is not None]
+FC1, FC2 = PRODUCTS = described(launch_grouped, SM90A, ScaleWords(read=Uint32, written=Uint8))
+KERNEL = routed_experts(PRODUCTS, SM90A)
+compile_form = PRODUCTS.compile_form

@@ -8,7 +8,7 @@ A caller names operands and never relies on that order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -279,9 +279,7 @@ class Kernel(Generic[P, F]):
 
         An output that is absent from the problem is None. A form replaces the chosen one.
         """
-        for name in given:
-            if name not in self._names:
-                raise UnknownName.among("operand", name, self._names)
+        _require_known(given, self.names)
         prepared = self.prepared(problem)
         for operand in prepared.inputs:
             operand.require(problem, given.get(operand.name))
@@ -290,14 +288,25 @@ class Kernel(Generic[P, F]):
             operand.require(problem, tensors[operand.name])
         self.refuse(problem, tensors)
         place = require_device(tensors.values())
-        if prepared.has_work:
-            target = self._target_of(place)
+        self.run_checked(problem, settings, form, place, tensors)
+        return {name: tensors[name] for name in prepared.returned}
+
+    def run_checked(
+        self,
+        problem: P,
+        settings: CompileSettings,
+        form: F | None,
+        place: int,
+        tensors: Operands,
+    ) -> None:
+        """Launch on checked tensors of a GPU, with what belongs around the launch."""
+        if self.prepared(problem).has_work:
+            target = self.target_of(place)
             form = form or self._chosen_form(problem, target, place)
             self.refuse_form(problem, form)
             ready = self.before(problem, tensors, settings)
             self.launch(self.compile_form(form, settings), form, problem, ready)
         self.after(problem, tensors, settings)
-        return {name: tensors[name] for name in prepared.returned}
 
     def run_one(
         self,
@@ -356,7 +365,8 @@ class Kernel(Generic[P, F]):
             form = forms[target] = self.choose_form(problem, target)
         return form if self.fit_form is None else self.fit_form(form, problem, processors_of(place))
 
-    def _target_of(self, place: int) -> str:
+    def target_of(self, place: int) -> str:
+        """Return the target of a GPU; raise if the kernel was written for another one."""
         target = target_of_device(place)
         if self.target is not None and target is not self.target:
             remedy = "Use the kernel that was written for this GPU."
@@ -364,7 +374,8 @@ class Kernel(Generic[P, F]):
         return target.name
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the operands."""
         return tuple(operand.name for operand in self.operands)
 
     @cached_property
@@ -397,6 +408,63 @@ class Kernel(Generic[P, F]):
                 for name, element, alignment in self._places(form)
             ]
         )
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSequence(Generic[P]):
+    """Kernels that run one after the other and are called like one; a name is one tensor."""
+
+    kernels: tuple[Kernel[Any, Any], ...]
+    problems: Callable[[P, Any, Operands], tuple[Any, ...]]  # of the kernels, by a tactic
+    results: Callable[[P, Mapping[str, Any]], dict[str, Any]]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the operands."""
+        return tuple(dict.fromkeys(name for kernel in self.kernels for name in kernel.names))
+
+    def run(
+        self, problem: P, settings: CompileSettings, tactic: Any = None, /, **given: Tensor | None
+    ) -> dict[str, Any]:
+        """Check everything, then launch; what is made and not named is allocated.
+
+        A tactic replaces the chosen one.
+        """
+        _require_known(given, self.names)
+        steps = tuple(zip(self.kernels, self.problems(problem, tactic, given), strict=True))
+        made: set[str] = set()
+        for kernel, own in steps:
+            prepared = kernel.prepared(own)
+            made |= {output.name for output in prepared.outputs}
+            for operand in prepared.operands:
+                if operand.name in given or operand.name not in made:
+                    operand.require(own, given.get(operand.name))
+            kernel.refuse(own, given)
+        place = require_device(given.values())
+        for kernel in self.kernels:
+            kernel.target_of(place)
+        tensors: Operands = given
+        for kernel, own in steps:
+            tensors = _with_outputs(tensors, kernel.prepared(own).outputs)
+            kernel.run_checked(own, settings, None, place, tensors)
+        return self.results(problem, tensors)
+
+
+def renamed(kernel: Kernel[P, F], **names: str) -> Kernel[P, F]:
+    """Return a kernel with other names of some operands."""
+    operands = (
+        replace(operand, name=names[operand.name], label=names[operand.name])
+        if operand.name in names
+        else operand
+        for operand in kernel.operands
+    )
+    return replace(kernel, operands=tuple(operands))
+
+
+def _require_known(given: Operands, names: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in names:
+            raise UnknownName.among("operand", name, names)
 
 
 def _with_outputs(given: Operands, outputs: tuple[ExpectedOperand[P], ...]) -> dict[str, Any]:

@@ -80,12 +80,14 @@ MODULES: Mapping[str, str] = {
 
 def module_of(kernel: str) -> str:
     """Return the import path of a kernel's module."""
-    if kernel not in MODULES:
-        raise UnknownName.among("kernel", kernel, MODULES)
-    return MODULES[kernel]
+    name, *_ = kernel.partition(".")
+    if name not in MODULES:
+        raise UnknownName.among("kernel", name, MODULES)
+    return MODULES[name]
 
 
 def kernel_named(name: str) -> Kernel[Any, Any]:
-    """Return a kernel's descriptor; its module needs the DSL."""
-    kernel: Kernel[Any, Any] = import_module(module_of(name)).KERNEL
+    """Return a module's descriptor, or "module.NAME" of several; the module needs the DSL."""
+    *_, record = name.partition(".")
+    kernel: Kernel[Any, Any] = getattr(import_module(module_of(name)), record or "KERNEL")
     return kernel

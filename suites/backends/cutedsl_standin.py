@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.backends.cutedsl.kernels import ENTRIES, Kernels, MoeStep
+from degarble.harness.backends.cutedsl.kernels import (
+    FC1,
+    FC2,
+    GATHER,
+    ORDER,
+    SUM,
+    TACTICS,
+    Kernels,
+)
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
@@ -334,16 +342,18 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "sm90_indexer_scores": attention.scores,
     "simt_indexer_topk": attention.topk,
     "sm90_sparse_attention": attention.attention,
-    "simt_moe_rows": moe.step,
+    ORDER: moe.order,
+    GATHER: moe.gather,
+    FC1: moe.first,
+    FC2: moe.second,
+    SUM: moe.combine,
     "simt_slots": attention.slots,
     "sm90_gemm_grouped": layer.grouped,
     "sm90_gemm_grouped_fp8": _grouped_fp8,
-    "sm90_moe_nvfp4": lambda p, t: (
-        moe.step(p, t) if isinstance(p, MoeStep) else layer.experts(p, t)
-    ),
+    "sm90_moe_nvfp4": layer.experts,
     "sm90_shared_expert": layer.shared_expert,
 }
-assert STAND_INS.keys() == ENTRIES.keys(), "every kernel has a stand-in"
+assert STAND_INS.keys() == TACTICS.keys(), "every kernel has a stand-in"
 
 
 Seen = Callable[[str, Any, dict[str, Any]], None]

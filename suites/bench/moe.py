@@ -75,23 +75,14 @@ def launches_of(
     problem: MoeProblem, tactic: GemmTactic | None, given: Callable[[int], Any], number: int
 ) -> dict[str, Launch]:
     """Return the launches of a whole call and of its steps, on rows that are there."""
-    kernels, rows = gpu.module("sm90_moe_nvfp4"), gpu.module("simt_moe_rows")
-    job, inputs = checks.Case(problem, "even", 1, tactic).job, given(number)
-    forms = facts.forms_of(problem, SM90A.name, job.tactic)
-    space = kernels.empty_workspace(job, inputs.x.device)
-    out, (w13, w2) = kernels.empty_output(problem, inputs), inputs.weights
-    plan, routing = space.plan, inputs.routing
-    leaving = (*space.hidden, w2.input_scale, plan.slots, routing.weights)
-    summed = rows.Sum(space.out, plan.places, routing.weights, None, out)
-    multiply, hidden = kernels.multiply_rows, (space.hidden, w2, plan)
-    made: dict[str, Launch] = {
-        WHOLE: partial(kernels.launch, job, inputs, space, out),
-        FC1: partial(multiply, job, forms[0], (space.x, w13, plan), leaving),
-        FC2: partial(multiply, job, forms[1], hidden, (space.out,)),
-        ROWS[0]: partial(rows.plan, job, routing.experts, routing.local, plan),
-        ROWS[1]: partial(rows.gather, job, inputs.x, w13.input_scale, plan, space.x),
-        ROWS[2]: partial(rows.combine, job, summed),
-    }
+    case, inputs = checks.Case(problem, "even", 1, tactic), given(number)
+    memory = checks.poisoned(case, inputs)
+    tensors = inputs.operands | memory.workspace.operands | {"out": memory.out}
+    made: dict[str, Launch] = {WHOLE: partial(checks.launch, case, inputs, memory)}
+    names = (*ROWS[:2], FC1, FC2, ROWS[2])
+    for name, (kernel, own) in zip(names, checks.steps(case, inputs), strict=True):
+        here = {each: tensors[each] for each in kernel.names if each in tensors}
+        made[name] = partial(kernel.run, own, checks.SETTINGS, **here)
     made[WHOLE]()  # rows have to be there before a product alone is timed
     return made
 

@@ -30,6 +30,7 @@ from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.moe.problem import MoeProblem
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.references import elementary, tiny
 from degarble.references.tiny import language
 from degarble.suites.bench.runner import Bench, Part, Table, Target
@@ -149,22 +150,20 @@ class Stack:
         """The component's output, float64 [T, .]."""
         if layer.matrix is not None:
             return self.linear(layer.x, layer.matrix).double()
-        kernels: Any = import_module("degarble.kernels.moe.sm90_moe_nvfp4")
+        stacked = import_module("degarble.kernels.moe.entry").stacked
         scales = [calibrated(layer, number) for number in range(len(layer.experts))]
         of_first, of_second = (torch.stack(each) for each in zip(*scales, strict=True))
         w13 = [[_in_128x4(expert.w1), _in_128x4(expert.w3)] for expert in layer.experts]
         w2 = [[_in_128x4(expert.w2)] for expert in layer.experts]
-        weights = kernels.MoeWeights(
-            kernels.expert_weights(w13, of_first), kernels.expert_weights(w2, of_second)
-        )
-        problem = problem_of(layer)
-        if layer.chosen is None or layer.weights is None:
-            shared = import_module("degarble.kernels.moe.sm90_shared_expert").shared_expert_nvfp4
-            out: Tensor = shared(layer.x, weights, problem, self.settings)
-            return out.double()
-        routing = kernels.Routing(layer.chosen.int(), layer.weights.float())
-        made: Tensor = kernels.moe_nvfp4(layer.x, routing, weights, problem, self.settings)
-        return made.double()
+        given = stacked("w13", w13, of_first) | stacked("w2", w2, of_second)
+        chosen, weights, name = layer.chosen, layer.weights, "sm90_moe_nvfp4"
+        if chosen is None or weights is None:
+            weights, name = torch.ones(len(layer.x), 1, device=layer.x.device), "sm90_shared_expert"
+            chosen = torch.zeros_like(weights)
+        given |= {"experts": chosen.int(), "weights": weights.float()}
+        made = kernel_named(name).run(problem_of(layer), self.settings, x=layer.x, **given)
+        out: Tensor = made["out"].double()
+        return out
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Quantise and multiply."""

@@ -87,9 +87,10 @@ CHECKPOINT_TO_SHARD = (
 )
 
 CALL_TO_LAUNCH = (
-    Step("harness/backends/cutedsl/kernels.py", "by_name", "passes operands by name"),
-    Step("kernels/runtime/kernel.py", "Kernel.run", "checks, allocates, chooses a form"),
+    Step("harness/backends/cutedsl/kernels.py", "KernelsOnGpu._run", "passes operands by name"),
+    Step("kernels/runtime/kernel.py", "Kernel.run", "checks and allocates"),
     Step("kernels/runtime/operands.py", "require_tensor", "refuses what would be misread"),
+    Step("kernels/runtime/kernel.py", "Kernel.run_checked", "chooses a form"),
     Step("kernels/rows/problem.py", "choose_norm_form", "chooses by problem", "choose_form"),
     Step("kernels/runtime/kernel.py", "Kernel.compile_form", "compiles a form once"),
     Step("kernels/runtime/compiling.py", "compile_kernel", "compiles, or reads the cache"),

@@ -23,7 +23,7 @@ from degarble.kernels.runtime.compiling import (
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.modules import module_of
+from degarble.kernels.runtime.modules import kernel_named, module_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -63,7 +63,8 @@ class MachineCode:
 
     def compile(self) -> CompiledKernel:
         """Compile the form: once in a process."""
-        module: Any = kernels_of(self.kernel)
+        several = "." in self.kernel  # descriptors of a module
+        module: Any = kernel_named(self.kernel) if several else kernels_of(self.kernel)
         kernel: CompiledKernel = module.compile_form(self.form, SETTINGS)
         again: CompiledKernel = module.compile_form(self.form, SETTINGS)
         assert again is kernel

@@ -128,13 +128,14 @@ def _experts() -> None:
 def _shared_expert() -> None:
     kernels = import_module("degarble.kernels.moe.sm90_shared_expert")
     for tokens in (5, 33, 130):  # tiles of few rows, of 64 and of 128
-        case = moe_checks.Case(kernels.problem_of(tokens, 256, 384, 10.0), seed=SEED)
+        case = moe_checks.Case(moe_checks.one_expert(tokens, 256, 384, 10.0), seed=SEED)
         given = moe_checks.given_of(case)
-        kernels.shared_expert_nvfp4(given.x, given.weights, case.problem, SETTINGS)
+        moe_checks.by_shared_expert(case, given)
         sides = [torch.zeros(*side, device="cuda") for side in ((768, 256), (256, 384))]
         made = [(w.to(torch.float8_e4m3fn), w[::128, ::128].contiguous()) for w in sides]
-        weights = kernels.Fp8Weights(*made[0], *made[1])
-        kernels.shared_expert_fp8(given.x, weights, case.problem, SETTINGS)
+        names = ("w13", "w13_scales", "w2", "w2_scales")
+        weights = dict(zip(names, (*made[0], *made[1]), strict=True))
+        kernels.FP8.run(case.problem, SETTINGS, x=given.x, **weights)
 
 
 def _attention(width: int, entries: tuple[str, ...]) -> Callable[[], None]:

@@ -23,12 +23,13 @@ from degarble.suites.kernels.contract import (
 )
 from degarble.suites.kernels.gemm import contract as gemm
 from degarble.suites.kernels.indexer import contract as indexer
+from degarble.suites.kernels.moe import contract as moe
 from degarble.suites.kernels.quantise import contract as quantise
 from degarble.suites.kernels.rows import contract as rows
 
 pytestmark = pytest.mark.needs("cutlass")
 
-FAMILIES = (rows, quantise, cache, indexer, attention, gemm)
+FAMILIES = (rows, quantise, cache, indexer, attention, gemm, moe)
 CODE = [code for family in FAMILIES for code in family.CODE]
 JUDGED = [judged for family in FAMILIES for judged in family.JUDGED]
 DETECTIONS = [detection for family in FAMILIES for detection in family.DETECTIONS]

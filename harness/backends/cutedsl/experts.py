@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.backends.cutedsl import kernels as steps
-from degarble.harness.backends.cutedsl.kernels import MoeStep, NoKernelError, own
+from degarble.harness.backends.cutedsl.kernels import (
+    FC1,
+    FC2,
+    GATHER,
+    ORDER,
+    SUM,
+    NoKernelError,
+    own,
+)
 from degarble.harness.backends.cutedsl.linears import (
     LinearRows,
     act_quant,
@@ -21,7 +28,15 @@ from degarble.harness.backends.cutedsl.linears import (
 )
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
-from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, NONE, MoeProblem
+from degarble.kernels.moe.problem import (
+    NONE,
+    PLANNED,
+    CombineProblem,
+    MoeProblem,
+    RowsProblem,
+    rows_of_call,
+    scale_bytes,
+)
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
 from degarble.kernels.rows.router_problem import RouterProblem
 from degarble.kernels.runtime.targets import SM90A
@@ -62,19 +77,28 @@ class Chain:
     """One layer's call: its problem, its workspace, and the last results that steps returned."""
 
     layer: str
-    problem: MoeProblem
+    rows: RowsProblem
     experts: Tensor
     visited: list[int]
     local: Tensor
-    space: dict[str, Tensor]
+    plan: dict[str, Tensor]
+    space: dict[str, Tensor] = field(default_factory=dict)
     shown: dict[str, Tensor] = field(default_factory=dict)
     w13: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def place(self) -> Tensor:
         """Return the row of each slot, clamped to the workspace whatever a kernel wrote."""
-        last = self.space["slots"].numel() - 1
-        return self.space["places"][: self.problem.slots].long().clamp(min=NONE, max=last)
+        return self.plan["places"].long().clamp(min=NONE, max=self.rows.rows - 1)
+
+    @property
+    def order(self) -> dict[str, Tensor]:
+        """Return the operands of a kernel that walks the rows."""
+        return {name: self.plan[name] for name in ("rows", "tiles", "slots")}
+
+    def side(self, name: str) -> dict[str, Tensor]:
+        """Return the operands of a product that are activations."""
+        return {part: self.space[part] for part in (f"{name}_codes", f"{name}_scales")}
 
     def of_slots(self, rows: Tensor) -> Tensor:
         """Gather rows [R, .] by slot [T, K, .]; zeros for slots without an expert here."""
@@ -94,10 +118,11 @@ class Chain:
     def place_rows(self, name: str, codes: Tensor, scales: Tensor) -> None:
         """Copy codes and scales of slots to where the next step reads them; zero all other rows."""
         self.record(name, codes, scales)
-        place_S = self.place
+        place_S, most, columns = self.place, self.rows.rows, codes.shape[-1]
         here = place_S >= 0
-        for part in ("codes", "scales"):
-            self.space[f"{name}_{part}"].zero_()
+        self.space[f"{name}_codes"] = place_S.new_zeros(most, columns, dtype=torch.uint8)
+        size = scale_bytes(most, 2 * columns)
+        self.space[f"{name}_scales"] = place_S.new_zeros(size, dtype=torch.uint8)
         self.space[f"{name}_codes"][place_S[here]] = codes.flatten(0, 1)[here]
         offsets = _offsets(place_S[here], scales.shape[-1])
         self.space[f"{name}_scales"][offsets] = scales.flatten(0, 1)[here]
@@ -107,11 +132,6 @@ class Chain:
         if name == "x":
             self.shown.pop("both", None)
         self.shown |= {f"{name}_codes": codes, f"{name}_scales": scales}
-
-    def run(self, work: ComponentCallWork, step: str, **tensors: Tensor) -> tuple[Tensor, ...]:
-        """Launch a step."""
-        kernel = steps.ROWS if step in steps.AROUND else steps.KERNELS
-        return work.run(kernel, MoeStep(step, self.problem), **self.space, **tensors)
 
     def was_shown(self, name: str, given: Tensor) -> bool:
         """Return whether the previous step returned exactly these bits."""
@@ -147,9 +167,11 @@ def chain_of(work: ComponentCallWork, part: ComponentPart) -> Chain:
     problem = _problem(part, expert_TK.shape[0], len(visited))
     local_G = torch.full((c.n_routed_experts,), NONE, dtype=torch.int32)
     local_G[visited] = torch.arange(len(visited), dtype=torch.int32)
-    space = steps.empty_space(problem, device)
-    chain = Chain(block.prefix, problem, expert_TK, visited, local_G.to(device), space)
-    chain.run(work, steps.ORDER, experts=own(expert_TK.to(torch.int32)), local=chain.local)
+    rows, here = rows_of_call(problem, SM90A.name, mapped=True), local_G.to(device)
+    plan = work.run(ORDER, rows, experts=own(expert_TK.to(torch.int32)), local=here)
+    by_name = dict(zip(PLANNED, plan, strict=True))
+    by_name["places"] = own(by_name["places"][: problem.slots])
+    chain = Chain(block.prefix, rows, expert_TK, visited, here, by_name)
     work.kernels.chain = chain
     return chain
 
@@ -190,13 +212,12 @@ def _stack(
         made = torch.stack([torch.stack([matrix[index] for matrix in part]) for part in parts])
         return own(made if both else made[:, 0])
 
-    decode = stacked(2).squeeze(-1)
-    scale_E = _scales_in_front(chain, names[0][0], rows)
+    product = "w13" if both else "w2"
     return {
-        "codes": stacked(0),
-        "scales": stacked(1),
-        "decode": own(decode),
-        "input_scale": scale_E,
+        f"{product}_codes": stacked(0),
+        f"{product}_scales": stacked(1),
+        f"{product}_decode_scale": own(stacked(2).squeeze(-1)),
+        f"{product}_input_scale": _scales_in_front(chain, names[0][0], rows),
     }
 
 
@@ -246,7 +267,8 @@ def gather(part: ComponentPart, names: Names) -> Compute:
     def compute(work: ComponentCallWork) -> Outputs:
         chain = chain_of(work, part)
         scale_E = _by_expert(work, chain, names)
-        chain.run(work, steps.GATHER, x=work.bf16(), input_scale=scale_E)
+        given = {"x": work.bf16(), "w13_input_scale": scale_E, **chain.order}
+        chain.space["x_codes"], chain.space["x_scales"] = work.run(GATHER, chain.rows, **given)
         return _shown_codes(chain, "x", scale_E)
 
     return compute
@@ -260,18 +282,22 @@ def first(part: ComponentPart, names: Names) -> Compute:
         chain = chain_of(work, part)
         chain.w13 = _stack(work, chain, names, _step_rows(chain, work, "x"))
         unused = torch.ones(len(chain.visited), dtype=torch.float32, device=work.kernels.device)
-        (both,) = chain.run(
-            work, steps.SHOWN, **chain.w13, hidden_scale=unused, weights=_no_weights(chain)
-        )
+        *_, both = _first_product(work, chain, unused, shown=True)
         chain.shown["both"] = chain.of_slots(both)
         return {"out": chain.shown["both"]}
 
     return compute
 
 
-def _no_weights(chain: Chain) -> Tensor:
-    """Return routing weights for a variant that reads none."""
-    return torch.zeros(chain.experts.shape, dtype=torch.float32, device=chain.experts.device)
+def _first_product(
+    work: ComponentCallWork, chain: Chain, scale_E: Tensor, *, shown: bool = False
+) -> tuple[Tensor, ...]:
+    """Run FC1 with the scales that it requantises by, in a form that reads no routing weights."""
+    weights = torch.zeros(chain.experts.shape, dtype=torch.float32, device=chain.experts.device)
+    return work.run(
+        FC1, replace(chain.rows, shown=shown), **chain.side("x"), **chain.w13, **chain.order,
+        w2_input_scale=scale_E, weights=weights,
+    )  # fmt: skip
 
 
 def act(part: ComponentPart, names: Names, alone: Compute) -> Compute:
@@ -283,7 +309,8 @@ def act(part: ComponentPart, names: Names, alone: Compute) -> Compute:
         if not known or chain_of(work, part) is not chain or not chain.w13:
             return alone(work)
         scale_E = _by_expert(work, chain, names)
-        chain.run(work, steps.FIRST, **chain.w13, hidden_scale=scale_E, weights=_no_weights(chain))
+        made = _first_product(work, chain, scale_E)
+        chain.space["hidden_codes"], chain.space["hidden_scales"] = made
         chain.w13 = {}
         return _shown_codes(chain, "hidden", scale_E)
 
@@ -297,7 +324,8 @@ def second(part: ComponentPart, names: Names) -> Compute:
     def compute(work: ComponentCallWork) -> Outputs:
         chain = chain_of(work, part)
         stack = _stack(work, chain, names, _step_rows(chain, work, "hidden"))
-        (out,) = chain.run(work, steps.SECOND, **stack)
+        (out,) = work.run(FC2, chain.rows, **chain.side("hidden"), **stack, **chain.order)
+        chain.space["out"] = out
         chain.shown["out"] = chain.of_slots(out)
         return {"out": chain.shown["out"]}
 
@@ -308,7 +336,7 @@ def rows_to_sum(work: ComponentCallWork, x_TKD: Tensor) -> tuple[Tensor, Tensor]
     """Return rows and the row of each slot: FC2's workspace if `x_TKD` is exactly its result."""
     chain: Any = work.kernels.chain
     if isinstance(chain, Chain) and chain.was_shown("out", x_TKD):
-        return chain.space["out"], own(chain.space["places"][: chain.problem.slots])
+        return chain.space["out"], chain.plan["places"]
     slots = torch.arange(x_TKD.shape[0] * x_TKD.shape[1], dtype=torch.int32, device=x_TKD.device)
     return own(x_TKD.flatten(0, 1)), slots
 
@@ -531,22 +559,17 @@ def routed_act(part: ComponentPart) -> Compute:
 def combine(part: ComponentPart) -> Compute:
     """Sum a token's slots, multiplied by routing weights if those come last."""
     c = part.config
-    weighting = BEFORE_W2 if part.facts.weight_before_w2 else AFTER_W2
-
-    def problem(tokens: int) -> MoeProblem:
-        return MoeProblem(
-            tokens, c.hidden_size, c.moe_intermediate_size, c.n_routed_experts,
-            c.num_experts_per_tok, c.n_routed_experts, weighting=weighting,
-        )  # fmt: skip
-
-    problem(1)
+    weighted = not part.facts.weight_before_w2
+    _problem(part, 1, c.n_routed_experts)
 
     def compute(work: ComponentCallWork) -> Outputs:
         x = work.bf16()
         rows, places = rows_to_sum(work, x)
-        terms = {"rows": rows, "places": places, "weights": work.fp32("weights")}
-        here = problem(x.shape[0])
-        (made,) = work.run(steps.ROWS, steps.MoeStep(steps.SUM, here), **terms)
+        terms = {"products": rows, "places": places, "weights": work.fp32("weights")}
+        here = CombineProblem(
+            len(x), c.hidden_size, c.num_experts_per_tok, len(rows), weighted, shared=False
+        )
+        (made,) = work.run(SUM, here, **terms)
         work.kernels.summed = SlotSum(here, terms, made)
         return {"out": made}
 
@@ -556,7 +579,7 @@ def combine(part: ComponentPart) -> Compute:
 class SlotSum(NamedTuple):
     """A sum of slots, with the operands that it was made of."""
 
-    problem: MoeProblem
+    problem: CombineProblem
     terms: dict[str, Tensor]
     out: Tensor
 
@@ -575,8 +598,8 @@ def moe_sum(part: ComponentPart) -> Compute:
         if summed is None or not same(summed.out, routed):
             work.kernels.note("torch", "added to a sum that no kernel made")
             return {"out": (routed.float() + shared.float()).to(torch.bfloat16)}
-        step = steps.MoeStep(steps.TOTAL, summed.problem)
-        (made,) = work.run(steps.ROWS, step, **summed.terms, shared=shared)
+        total = replace(summed.problem, shared=True)
+        (made,) = work.run(SUM, total, **summed.terms, shared=shared)
         return {"out": made}
 
     return compute

@@ -14,7 +14,6 @@ from degarble.harness.vllm.bound.linears import (
     in_128x4,
     launched,
     require_numbers,
-    settings,
 )
 from degarble.harness.vllm.bound.upstream import (
     FusedMoEMethodBase,
@@ -150,12 +149,6 @@ class ModelOptOfDegarble(FusedMoEMethodBase):
 def by_moe(layer: Any, x_TD: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
     """Return what our kernels sum, rounded once to BF16."""
     from degarble.kernels.moe.problem import MoeProblem  # noqa: PLC0415  needs the DSL
-    from degarble.kernels.moe.sm90_moe_nvfp4 import (  # noqa: PLC0415
-        ExpertWeights,
-        MoeWeights,
-        Routing,
-        moe_nvfp4,
-    )
 
     experts, rows, _ = layer.w13_weight.shape
     width, (tokens, hidden) = rows // GATE_AND_UP, x_TD.shape
@@ -163,24 +156,27 @@ def by_moe(layer: Any, x_TD: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> 
         tokens=tokens, hidden=hidden, width=width, experts=experts, chosen=topk_ids.shape[1],
         routed=layer.global_num_experts, limit=layer.swiglu_limit,
     )  # fmt: skip
-    w13, w2 = (
-        ExpertWeights(codes, *(getattr(layer, f"{name}_{part}").data for part in _SCALES))
-        for name, codes in (
-            ("w13", layer.w13_weight.data.view(experts, GATE_AND_UP, width, hidden // 2)),
-            ("w2", layer.w2_weight.data),
-        )
-    )
+    weights = {
+        f"{name}_{ours}": getattr(layer, f"{name}_{theirs}").data
+        for name in ("w13", "w2")
+        for ours, theirs in _OPERANDS
+    }
+    shape = (experts, GATE_AND_UP, width, hidden // 2)
+    weights["w13_codes"] = weights["w13_codes"].view(shape)
     local = layer.expert_map
-    routing = Routing(
-        topk_ids.to(torch.int32).contiguous(),
-        topk_weights.float().contiguous(),
-        None if local is None else local.to(torch.int32),
-    )
-    made = moe_nvfp4(x_TD.contiguous(), routing, MoeWeights(w13, w2), problem, settings())
-    return made.to(x_TD.dtype)
+    made = launched(
+        ModelOptOfDegarble.kernel, problem, x=x_TD.contiguous(),
+        experts=topk_ids.to(torch.int32).contiguous(), weights=topk_weights.float().contiguous(),
+        local=None if local is None else local.to(torch.int32), **weights,
+    )["out"]  # fmt: skip
+    out: Tensor = made.to(x_TD.dtype)
+    return out
 
 
-_SCALES = ("weight_scale", "weight_scale_2", "input_scale")
+_OPERANDS = (
+    ("codes", "weight"), ("scales", "weight_scale"), ("decode_scale", "weight_scale_2"),
+    ("input_scale", "input_scale"),
+)  # fmt: skip
 
 
 def _replace(layer: Any, name: str, value: Tensor) -> None:

@@ -170,7 +170,7 @@ def planted(fault: Fault) -> Iterator[None]:
         return fault.instead(true, *given, **named) if tracing[0] else true(*given, **named)
 
     with ExitStack() as stack:
-        anew = {}
+        anew: dict[Any, Any] = {}
         for name in (each for each in vars(kernel) if each.startswith("compile_")):
             known = getattr(kernel, name)
             if hasattr(known, "__wrapped__"):
@@ -178,7 +178,9 @@ def planted(fault: Fault) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(kernel, name, anew[known]))
         for each in tuple(vars(kernel).values()):
             if isinstance(each, Kernel):
-                described = {"compile_form": anew[each.compile_form]}
+                cached: Any = each.compile_form
+                again = anew.get(cached) or _uncached(cached.__wrapped__, tracing)
+                described = {"compile_form": again}
                 stack.enter_context(mock.patch.dict(vars(each), described))
         # A fault, or what is put beside it, may change what a problem of any kernel is prepared
         # from, those that are imported only now included: nothing is kept.

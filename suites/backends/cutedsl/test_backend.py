@@ -15,7 +15,7 @@ import torch
 
 from degarble.harness.backends.cutedsl import kernels as cutedsl_kernels
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, decided, parts_of, use_kernels
-from degarble.harness.backends.cutedsl.kernels import NOTHING
+from degarble.harness.backends.cutedsl.kernels import NOTHING, SUM
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.commands.check.report import check_text
 from degarble.harness.generate.generate import GenerationOptions, TextGenerator
@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[str, str, Change]] = {
         "bf16", "hc_pre", _wrong("simt_mhc", _set("base", lambda x: x.roll(4)))
     ),
     "weights of slots": (
-        "bf16", "combine", _wrong("simt_moe_rows", _set("weights", lambda x: x.roll(1, 1)))
+        "bf16", "combine", _wrong(SUM, _set("weights", lambda x: x.roll(1, 1)))
     ),
     "router's bias": (
         "bf16", "topk", _wrong("simt_router", _set("bias", lambda x: x.roll(1, -1)))

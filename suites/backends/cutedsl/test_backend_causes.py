@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from degarble.harness.backends.cutedsl import backend as cutedsl
-from degarble.harness.backends.cutedsl import kernels as steps
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles
 from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import E2M1, E4M3
@@ -44,15 +43,32 @@ if TYPE_CHECKING:
     Change = Callable[[Tensor], Tensor]
 
 pytestmark = pytest.mark.slow
-PRODUCTS = (steps.SHOWN, steps.FIRST, steps.SECOND)
+SHOWN = "FC1 that shows gate and up"
+PRODUCTS = (SHOWN, moe.first, moe.second)
 PROMPTS = (tuple(range(6, 60)) + tuple(range(9, 63)), (9, 40, 9))  # more rows than a warpgroup has
 
 
-def _given(*of_steps: str, **changes: Change) -> Instead:
+def _step(true: Callable[..., Made], problem: Any) -> Any:
+    """Return what stands for a step of the experts: its stand-in, but for FC1 that shows."""
+    return SHOWN if getattr(problem, "shown", False) else true
+
+
+def _of_product(*of_steps: Any, **changes: Change) -> Instead:
+    """Another value of something that is of a product's matrices, in some steps."""
+
+    def instead(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+        product = "w2" if true is moe.second else "w13"
+        own = {f"{product}_{part}": change for part, change in changes.items()}
+        return _given(*of_steps, **own)(true, problem, given)
+
+    return instead
+
+
+def _given(*of_steps: Any, **changes: Change) -> Instead:
     """Another value of something that a kernel is handed, in some steps or in all calls."""
 
     def instead(true: Callable[..., Made], problem: Any, given: Given) -> Made:
-        if of_steps and problem.name not in of_steps:
+        if of_steps and _step(true, problem) not in of_steps:
             return true(problem, given)
         changed = {name: change(given[name]) for name, change in changes.items()}
         return true(problem, {**given, **changed})
@@ -60,19 +76,19 @@ def _given(*of_steps: str, **changes: Change) -> Instead:
     return instead
 
 
-def _made(change: Callable[[Made], Made], *of_steps: str) -> Instead:
+def _made(change: Callable[[Made], Made], *of_steps: Any) -> Instead:
     def instead(true: Callable[..., Made], problem: Any, given: Given) -> Made:
         tensors = true(problem, given)
-        return change(tensors) if not of_steps or problem.name in of_steps else tensors
+        return change(tensors) if not of_steps or _step(true, problem) in of_steps else tensors
 
     return instead
 
 
-def _quantising(module: Any, other: Callable[..., Any], *of_steps: str) -> Instead:
+def _quantising(module: Any, other: Callable[..., Any], *of_steps: Any) -> Instead:
     """Codes and scales made in another way."""
 
     def instead(true: Callable[..., Made], problem: Any, given: Given) -> Made:
-        if of_steps and problem.name not in of_steps:
+        if of_steps and _step(true, problem) not in of_steps:
             return true(problem, given)
         with mock.patch.object(module, "quantise", other):
             return true(problem, given)
@@ -88,7 +104,7 @@ class Faulty(StandIn):
         self._kernel, self._instead = kernel, instead
 
     def _run(self, kernel: str, problem: Any, tensors: Any) -> Made:
-        if kernel != self._kernel:
+        if kernel.partition(".")[0] != self._kernel:
             made: Made = super()._run(kernel, problem, tensors)
             return made
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -301,21 +317,20 @@ def _other_order(map_: Tensor) -> Tensor:
 
 
 def _no_map(true: Callable[..., Made], problem: Any, given: Given) -> Made:
-    if problem.name != steps.ORDER:
+    if true is not moe.order:
         return true(problem, given)
-    number, count = torch.arange(len(given["local"])), problem.problem.experts
+    number, count = torch.arange(len(given["local"])), problem.moe.experts
     local = torch.where(number < count, number, -1).to(torch.int32)
     return true(problem, {**given, "local": local})
 
 
 def _low_limit(true: Callable[..., Made], problem: Any, given: Given) -> Made:
-    limited = replace(problem.problem, limit=0.125)
-    return true(problem._replace(problem=limited), given)
+    return true(replace(problem, moe=replace(problem.moe, limit=0.125)), given)
 
 
 def _beside(true: Callable[..., Made], problem: Any, given: Given) -> Made:
     tensors = true(problem, given)
-    if problem.name == steps.FIRST:
+    if _step(true, problem) is moe.first:
         codes, scales = tensors
         codes.copy_(codes.unflatten(1, (-1, 2, 8)).flip(2).flatten(1))
         count = codes.shape[1] // 8
@@ -336,7 +351,7 @@ def _exchanged(mix: Tensor) -> Tensor:
 
 _BOTH = {"a_decode_scale": torch.square, "b_decode_scale": torch.square}
 _NEITHER = {"a_decode_scale": torch.ones_like, "b_decode_scale": torch.ones_like}
-_FIRSTS = (steps.SHOWN, steps.FIRST)
+_FIRSTS = (SHOWN, moe.first)
 IN_PRODUCTS: dict[str, Instead] = {
     "tensor scale twice": _given(**_BOTH),
     "tensor scale left out": _given(**_NEITHER),
@@ -349,26 +364,28 @@ IN_PRODUCTS: dict[str, Instead] = {
     "streams changed": _spread(mix=_exchanged),
     "maximum of half a block": _quantising(standin, _by_half),
     "the next scale": _quantising(standin, _by_next),
-    "experts: gate and up changed": _given(
-        steps.FIRST, **dict.fromkeys(("codes", "scales", "decode"), lambda x: x.flip(1))
+    "experts: gate and up changed": _of_product(
+        moe.first, **dict.fromkeys(("codes", "scales", "decode_scale"), lambda x: x.flip(1))
     ),
-    "experts: scales of the expert before": _given(*_FIRSTS, scales=_before),
-    "experts: expert before": _given(
-        *_FIRSTS, **dict.fromkeys(("codes", "scales", "decode", "input_scale"), _before)
+    "experts: scales of the expert before": _of_product(*_FIRSTS, scales=_before),
+    "experts: expert before": _of_product(
+        *_FIRSTS, **dict.fromkeys(("codes", "scales", "decode_scale", "input_scale"), _before)
     ),
-    "experts: routing weight left out after": _given(steps.SUM, weights=torch.ones_like),
-    "experts: routing weight twice": _given(steps.SUM, weights=torch.square),
-    "experts: tensor scales twice": _given(
-        *PRODUCTS, input_scale=torch.square, decode=torch.square
+    "experts: routing weight left out after": _given(moe.combine, weights=torch.ones_like),
+    "experts: routing weight twice": _given(moe.combine, weights=torch.square),
+    "experts: tensor scales twice": _of_product(
+        *PRODUCTS, input_scale=torch.square, decode_scale=torch.square
     ),
-    "experts: scale of activations left out": _given(steps.SECOND, input_scale=torch.ones_like),
+    "experts: scale of activations left out": _given(
+        moe.second, w2_input_scale=torch.ones_like
+    ),
     "experts: block beside": _beside,
-    "experts: the next scale behind FC1": _quantising(moe, _by_next, steps.FIRST),
+    "experts: the next scale behind FC1": _quantising(moe, _by_next, moe.first),
     "experts: low limit": _low_limit,
-    "experts: expert before in the order": _given(steps.ORDER, local=_other_order),
+    "experts: expert before in the order": _given(moe.order, local=_other_order),
     "experts: map of experts left out": _no_map,
-    "experts: maximum of half a block": _quantising(moe, _by_half, steps.GATHER),
-    "experts: one scale for all experts": _quantising(moe, _by_one_scale, steps.GATHER),
+    "experts: maximum of half a block": _quantising(moe, _by_half, moe.gather),
+    "experts: one scale for all experts": _quantising(moe, _by_one_scale, moe.gather),
 }  # fmt: skip
 
 

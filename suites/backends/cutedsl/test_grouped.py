@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 # component that launches it.
 
 LAYER = "layers.0.ffn.experts"
+SHOWN, TOTAL = "FC1 that shows gate and up", "sum with the shared expert"
 EXPERTS = torch.tensor([[1, 6], [6, 2], [1, 0], [6, 7], [2, 6]])
 
 
@@ -56,6 +57,13 @@ class Ran(NamedTuple):
         return dict(made)
 
 
+def name_of(kernel: str, problem: Any) -> str:
+    """Name a launch; FC1 that shows gate and up and the sum with a shared expert have own names."""
+    if getattr(problem, "shown", False) and kernel == steps.FC1:
+        return SHOWN
+    return TOTAL if kernel == steps.SUM and problem.shared else kernel
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("grouped")
@@ -66,7 +74,7 @@ def ran(folder: Path) -> Iterator[Ran]:
     model, told = cases.write_model(folder, "v4", "nvfp4-full"), []
 
     def seen(kernel: str, problem: Any, _given: dict[str, Any]) -> None:
-        told.append(problem.name if isinstance(problem, steps.MoeStep) else kernel)
+        told.append(name_of(kernel, problem))
 
     with open_model(model.checkpoint, switches=CONVENTIONS) as opened, torch.inference_mode():
         bound = opened.logits_model.bound
@@ -100,7 +108,7 @@ def through(ran: Ran, between: Callable[[dict[str, Tensor]], None]) -> list[dict
 def test_components_are_the_steps_of_one_call(ran: Ran) -> None:
     made = through(ran, lambda _: None)
     assert ran.told == [
-        steps.ORDER, steps.GATHER, steps.SHOWN, steps.FIRST, steps.SECOND, steps.SUM, steps.TOTAL
+        steps.ORDER, steps.GATHER, SHOWN, steps.FC1, steps.FC2, steps.SUM, TOTAL
     ]  # fmt: skip
     assert torch.equal(made[-1]["out"], (made[-2]["out"] + drawn().float()).to(torch.bfloat16))
     assert [tuple(each["out"].shape) for each in made if "out" in each] == [
@@ -114,8 +122,8 @@ def test_components_are_the_steps_of_one_call(ran: Ran) -> None:
     ran.told.clear()
     again = through(ran, elsewhere)  # another layer's call takes the workspace each time
     assert ran.told.count(steps.ORDER) == 5, "three elsewhere, and again for w13 and for w2"
-    assert ran.told[-1] == steps.TOTAL
-    assert steps.FIRST not in ran.told
+    assert ran.told[-1] == TOTAL
+    assert steps.FC1 not in ran.told
     assert "simt_quantise_nvfp4" in ran.told
     for first, second in zip(made, again, strict=True):
         assert all(torch.equal(first[name], second[name]) for name in first)
@@ -134,8 +142,8 @@ def test_what_was_changed_on_its_way_is_laid_out_anew(ran: Ran) -> None:
 
     ran.told.clear()
     other = through(ran, changed)
-    assert steps.FIRST not in ran.told, "gate and up are not those of FC1"
-    assert steps.TOTAL not in ran.told, "nor is the sum the kernel's"
+    assert steps.FC1 not in ran.told, "gate and up are not those of FC1"
+    assert TOTAL not in ran.told, "nor is the sum the kernel's"
     for role in range(1, 6):
         (name,) = {"out", "codes"} & set(whole[role])
         assert not torch.equal(whole[role][name], other[role][name])
@@ -160,8 +168,8 @@ def test_rows_of_an_expert_have_one_scale(ran: Ran) -> None:
 
 
 def _at(step: str, name: str, make: Callable[[Any], Any]) -> Any:
-    def seen(_kernel: str, problem: Any, given: dict[str, Any]) -> None:
-        if isinstance(problem, steps.MoeStep) and problem.name == step:
+    def seen(kernel: str, problem: Any, given: dict[str, Any]) -> None:
+        if name_of(kernel, problem) == step:
             given[name] = make(given[name]).contiguous()
 
     return seen
@@ -173,13 +181,13 @@ def _next(x: Tensor) -> Tensor:
 
 WRONG: dict[str, tuple[str, Any]] = {
     "numbers of experts here": ("w13.act_quant", _at(steps.ORDER, "local", _next)),
-    "input scales": ("w13.act_quant", _at(steps.GATHER, "input_scale", lambda x: x * 2)),
-    "gate beside up": ("w13", _at(steps.SHOWN, "codes", lambda x: x.flip(1))),
-    "decode scales of a matrix": ("w13", _at(steps.SHOWN, "decode", lambda x: x * 2)),
-    "another expert's w13": ("experts.act_quant", _at(steps.FIRST, "codes", _next)),
-    "scales behind": ("experts.act_quant", _at(steps.FIRST, "hidden_scale", lambda x: x * 2)),
-    "another expert's w2": ("w2", _at(steps.SECOND, "codes", _next)),
-    "scales of w2": ("w2", _at(steps.SECOND, "scales", _next)),
+    "input scales": ("w13.act_quant", _at(steps.GATHER, "w13_input_scale", lambda x: x * 2)),
+    "gate beside up": ("w13", _at(SHOWN, "w13_codes", lambda x: x.flip(1))),
+    "decode scales of a matrix": ("w13", _at(SHOWN, "w13_decode_scale", lambda x: x * 2)),
+    "another expert's w13": ("experts.act_quant", _at(steps.FC1, "w13_codes", _next)),
+    "scales behind": ("experts.act_quant", _at(steps.FC1, "w2_input_scale", lambda x: x * 2)),
+    "another expert's w2": ("w2", _at(steps.FC2, "w2_codes", _next)),
+    "scales of w2": ("w2", _at(steps.FC2, "w2_scales", _next)),
     "places of slots": ("combine", _at(steps.SUM, "places", _next)),
 }
 IN_CI = ("another expert's w13",)

@@ -12,11 +12,10 @@ import torch
 from degarble.harness.base.errors import (
     DtypeMismatch,
     InvalidArgument,
-    MissingDevice,
     ShapeMismatch,
     UnknownName,
 )
-from degarble.kernels.gemm import contract, gemv_problem, grouped_problem, w4a16_problem
+from degarble.kernels.gemm import gemv_problem, grouped_problem, w4a16_problem
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.gemv_problem import GemvProblem, grid, steps
 from degarble.kernels.gemm.gemv_problem import choose_form as choose_gemv_form
@@ -39,7 +38,7 @@ from degarble.kernels.gemm.w4a16_problem import choose_form as choose_w4a16_form
 from degarble.kernels.gemm.w4a16_problem import grid as w4a16_grid
 from degarble.kernels.primitives.quantise_problem import AMAX_FLOOR, SHARE
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS
+from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.kernels import row_checks as checks
 
 # --------------------------------------------------------------------------------------------------
@@ -123,24 +122,9 @@ def test_refuses_by_name() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a GEMM's entry point refuses beyond what every kernel does: its GPU and its D.
+# What a GEMM's entry point refuses beyond what every kernel does: its D.
 
 X = torch.zeros(4, 32, dtype=torch.bfloat16)
-
-
-def test_refuses_places() -> None:
-    with pytest.raises(InvalidArgument, match="one CUDA device"):
-        contract.require_place((X, X), SM90A)
-    with pytest.raises(InvalidArgument, match="one CUDA device"):
-        contract.require_place((X, X.to("meta")), SM90A)
-
-
-def test_refuses_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(contract, "target_of_device", lambda _device: SM100A)
-    with pytest.raises(MissingDevice, match="sm_100a"):
-        contract.require_place((X,), SM90A)
-    assert contract.require_place((X,), SM100A) == 0
 
 
 @pytest.mark.needs("cutlass")

@@ -56,7 +56,7 @@ class Case:
     @property
     def name(self) -> str:
         """One line that finds the case again."""
-        p, tile = self.problem, self.job.tactic
+        p, tile = self.problem, self.cut
         return (
             f"{p.tokens} tokens {p.hidden}/{p.width} {p.experts} of {p.routed} top-{p.chosen} "
             f"{p.weighting} limit {p.limit} in {tile.rows}x{tile.columns} {self.choice} "
@@ -64,15 +64,95 @@ class Case:
         )
 
     @property
-    def job(self) -> Any:
-        """What the steps are launched for."""
-        return entry(self.target).job_of(self.problem, SETTINGS, self.tactic)
+    def cut(self) -> GemmTactic:
+        """The tiles of both products."""
+        return self.tactic or facts.choose_tactic(self.problem, self.target)
+
+    @property
+    def tile(self) -> int:
+        """The rows of a tile, or of a cluster's tiles, which have one expert."""
+        return facts.rows_of_one_expert(self.cut)
+
+
+class RowPlan(NamedTuple):
+    """What the plan's kernel writes."""
+
+    rows: Tensor
+    counts: Tensor
+    experts: Tensor  # of each tile
+    slots: Tensor
+    places: Tensor
+
+
+class Nvfp4Rows(NamedTuple):
+    """Packed codes [R, K / 2], and scale bytes in 128x4 order."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class ExpertWeights(NamedTuple):
+    """The operands of a product that are of the experts."""
+
+    codes: Tensor
+    scales: Tensor
+    decode_scale: Tensor
+    input_scale: Tensor
+
+
+class MoeWeights(NamedTuple):
+    """Both products' weights."""
+
+    w13: ExpertWeights
+    w2: ExpertWeights
+
+
+class Routing(NamedTuple):
+    """The experts and routing weights of each token."""
+
+    experts: Tensor
+    weights: Tensor
+    local: Tensor | None = None
+
+
+class MoeInputs(NamedTuple):
+    """All that a call reads."""
+
+    x: Tensor
+    routing: Routing
+    weights: MoeWeights
+    shared: Tensor | None = None
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """The tensors by the names of operands."""
+        made = {"x": self.x, **self.routing._asdict(), "shared": self.shared}
+        for name, weights in self.weights._asdict().items():
+            made |= {f"{name}_{part}": tensor for part, tensor in weights._asdict().items()}
+        return {name: tensor for name, tensor in made.items() if tensor is not None}
+
+
+class MoeWorkspace(NamedTuple):
+    """What a call leaves between its kernels."""
+
+    plan: RowPlan
+    x: Nvfp4Rows
+    hidden: Nvfp4Rows
+    out: Tensor
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """The tensors by the names of operands."""
+        made = dict(zip(facts.PLANNED, self.plan, strict=True))
+        for name, rows in (("x", self.x), ("hidden", self.hidden)):
+            made |= {f"{name}_{part}": tensor for part, tensor in rows._asdict().items()}
+        return made | {"products": self.out}
 
 
 class Result(NamedTuple):
     """What a call left: the workspace, and the sum."""
 
-    workspace: Any
+    workspace: MoeWorkspace
     out: Tensor
 
 
@@ -125,9 +205,9 @@ def chosen_experts(case: Case, generator: torch.Generator) -> Tensor:
     return score.topk(p.chosen).indices.int()
 
 
-def given_of(case: Case, device: str = "cuda") -> Any:
+def given_of(case: Case, device: str = "cuda") -> MoeInputs:
     """Draw all that a call reads; padding of scales is NaN."""
-    kernels, p = entry(), case.problem
+    p = case.problem
     generator = torch.Generator(device).manual_seed(case.seed)
 
     def uniform(*shape: int) -> Tensor:
@@ -136,7 +216,7 @@ def given_of(case: Case, device: str = "cuda") -> Any:
     x = torch.randn(p.tokens, p.hidden, generator=generator, device=device)
     x *= 1 + 30 * (uniform(p.hidden) > 0.99)  # some columns are outliers
     w13, w2 = (
-        kernels.ExpertWeights(*matrices(leading, n, k, generator), uniform(*leading) + 0.5, scale)
+        ExpertWeights(*matrices(leading, n, k, generator), uniform(*leading) + 0.5, scale)
         for leading, n, k, scale in (
             ((p.experts, GATE_AND_UP), p.width, p.hidden, uniform(p.experts) * 0.02 + 0.01),
             ((p.experts,), p.hidden, p.width, uniform(p.experts) * 0.002 + 0.001),
@@ -152,8 +232,8 @@ def given_of(case: Case, device: str = "cuda") -> Any:
         ours = torch.randperm(p.routed, generator=generator, device=device)[: p.experts]
         local[ours] = torch.arange(p.experts, dtype=torch.int32, device=device)
     shared = x.flip(0).bfloat16() if case.shared else None
-    routing = kernels.Routing(chosen_experts(case, generator), weights, local)
-    return kernels.MoeInputs(x.bfloat16(), routing, kernels.MoeWeights(w13, w2), shared)
+    routing = Routing(chosen_experts(case, generator), weights, local)
+    return MoeInputs(x.bfloat16(), routing, MoeWeights(w13, w2), shared)
 
 
 def matrices(
@@ -175,28 +255,57 @@ def matrices(
     return codes, scales
 
 
+def one_expert(tokens: int, hidden: int, width: int, limit: float | None) -> MoeProblem:
+    """Return the problem of an expert that every token visits."""
+    return MoeProblem(tokens, hidden, width, experts=1, chosen=1, routed=1, limit=limit)
+
+
 # ---- runs ----------------------------------------------------------------------------------------
 
 
-def poisoned(case: Case, given: Any) -> Result:
+def poisoned(case: Case, given: MoeInputs) -> Result:
     """Allocate workspace and output, full of poison."""
-    kernels = entry()
-    workspace = kernels.empty_workspace(case.job, given.x.device)
-    for rows in (workspace.x, workspace.hidden):
+    made: dict[str, Any] = {}
+    for kernel, own in steps(case, given):
+        made |= kernel.allocate(own, given.x.device)
+    x, hidden = (
+        Nvfp4Rows(made[f"{name}_codes"], made[f"{name}_scales"]) for name in ("x", "hidden")
+    )
+    plan = RowPlan(*(made[name] for name in facts.PLANNED))
+    for rows in (x, hidden):
         rows.codes.fill_(POISON)
         rows.scales.fill_(POISON)
-    for each in workspace.plan:
+    for each in plan:
         each.fill_(-7)
-    out = kernels.empty_output(case.problem, given).fill_(torch.nan)
-    workspace.out.fill_(torch.nan)
-    return Result(workspace, out)
+    products = made["products"].fill_(torch.nan)
+    return Result(MoeWorkspace(plan, x, hidden, products), made["out"].fill_(torch.nan))
 
 
-def on_device(case: Case, given: Any) -> Result:
+def steps(case: Case, given: MoeInputs) -> Iterator[tuple[Any, Any]]:
+    """Yield the kernels of a call, each with its problem."""
+    call = entry(case.target).KERNEL
+    yield from zip(call.kernels, call.problems(case.problem, case.cut, given.operands), strict=True)
+
+
+def launch(case: Case, given: MoeInputs, result: Result) -> None:
+    """Run a case in memory that is there."""
+    memory = {**result.workspace.operands, "out": result.out}
+    entry(case.target).KERNEL.run(case.problem, SETTINGS, case.cut, **given.operands, **memory)
+
+
+def on_device(case: Case, given: MoeInputs) -> Result:
     """Run a case in poisoned memory."""
     result = poisoned(case, given)
-    entry(case.target).launch(case.job, given, *result)
+    launch(case, given, result)
     return result
+
+
+def by_shared_expert(case: Case, given: MoeInputs) -> Tensor:
+    """Run the kernels of a shared expert, with every token's weight 1."""
+    kernels = import_module(module_of(f"{ARCHITECTURES[case.target]}_shared_expert")).KERNEL
+    ours = given.operands | {"weights": torch.ones_like(given.routing.weights)}
+    made: Tensor = kernels.run(case.problem, SETTINGS, **ours)["out"]
+    return made
 
 
 def mismatch(case: Case) -> str:
@@ -219,7 +328,7 @@ def slots_of_experts(case: Case, routing: Any) -> list[Tensor]:
 
 def difference(case: Case, given: Any, result: Result) -> str:
     """Compare all that a call left with the oracle."""
-    plan, tile = result.workspace.plan, case.job.tile
+    plan, tile = result.workspace.plan, case.tile
     row, sums = 0, torch.zeros(case.problem.slots, case.problem.hidden, device=given.x.device)
     taken = torch.zeros(case.problem.slots, dtype=torch.bool, device=given.x.device)
     for expert, slots in enumerate(slots_of_experts(case, given.routing)):
@@ -258,7 +367,7 @@ def _of_expert(
     if not count:
         return
     x, hidden, out = wanted(case, given, expert, slots)
-    written = row + round_up(count, min(WRITTEN_ROWS[case.target], case.job.tile))
+    written = row + round_up(count, min(WRITTEN_ROWS[case.target], case.tile))
     for what, got, want, width, last in (
         ("x", result.workspace.x, x, p.hidden, end),
         ("hidden", result.workspace.hidden, hidden, p.width, written),
@@ -281,13 +390,15 @@ def shown(case: Case, given: Any, result: Result) -> str:
 
     What it writes beside that has to be what it writes without showing.
     """
-    kernels, job, p, plan = entry(), case.job, case.problem, result.workspace.plan
-    form = replace(facts.forms_of(p, job.target, job.tactic)[0], shown=True)
-    w13, w2 = given.weights
-    again = poisoned(case, given).workspace
+    p, plan = case.problem, result.workspace.plan
+    w13, again = given.weights.w13, poisoned(case, given).workspace
     both = torch.full_like(again.out[:, :1].expand(-1, 2 * p.width), torch.nan).contiguous()
-    leaving = (*again.hidden, w2.input_scale, plan.slots, given.routing.weights, both)
-    kernels.multiply_rows(job, form, (result.workspace.x, w13, plan), leaving)
+    own = result.workspace._replace(hidden=again.hidden).operands
+    kernel = entry().FC1
+    memory = own | given.operands
+    read = {name: memory[name] for name in kernel.names if name in memory}
+    rows = replace(facts.rows_of_call(p, TARGET, case.cut), shown=True)
+    kernel.run(rows, SETTINGS, **read, gate_and_up=both)
     for got, want in zip(again.hidden, result.workspace.hidden, strict=True):
         if not torch.equal(got, want):
             return f"{case.name}: another requantisation: {_first(got, want)}"

@@ -170,16 +170,10 @@ FAULTS = (
     Fault("few rows: expert before", _SCHEDULE, "tile_at", expert_before, rows=64),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
-CACHES = (
-    (_GROUPED, "compile_form"),
-    (_ROWS, "compile_plan"),
-    (_ROWS, "compile_gather"),
-    (_ROWS, "compile_combine"),
-)
 
 
 @contextmanager
-def planted(fault: Any, caches: tuple[tuple[str, str], ...] = CACHES) -> Iterator[None]:
+def planted(fault: Any) -> Iterator[None]:
     """Replace the function while kernels are traced, past every cache."""
     module = import_module(fault.module)
     true = getattr(module, fault.function)
@@ -187,18 +181,18 @@ def planted(fault: Any, caches: tuple[tuple[str, str], ...] = CACHES) -> Iterato
     def instead(*given: Any, **named: Any) -> Any:
         return fault.instead(true, *given, **named)
 
-    forget(caches)
+    forget(fault.case.target)
     try:
         with mock.patch.object(module, fault.function, instead):
             yield
     finally:
-        forget(caches)
+        forget(fault.case.target)
 
 
-def forget(caches: tuple[tuple[str, str], ...] = CACHES) -> None:
-    """Forget what was compiled."""
-    for module, name in caches:
-        getattr(import_module(module), name).cache_clear()
+def forget(target: str) -> None:
+    """Forget what was compiled of a call's kernels."""
+    for kernel in checks.entry(target).KERNEL.kernels:
+        kernel.compile_form.cache_clear()
 
 
 @cache
@@ -209,14 +203,9 @@ def verdict_of_whole(case: checks.Case) -> str:
 
 def texts(fault: Fault) -> list[str]:
     """Return the PTX of all that a fault's call launches, as it is traced now."""
-    kernels, rows = import_module(_GROUPED), import_module(_ROWS)
-    job = fault.case.job
-    forms = import_module("degarble.kernels.moe.problem")
+    case = fault.case
     made = [
-        kernels.compile_form(form, job.settings)
-        for form in forms.forms_of(job.problem, job.target, job.tactic)
+        kernel.compile_form(kernel.choose_form(own, case.target), checks.SETTINGS)
+        for kernel, own in checks.steps(case, checks.given_of(case, "cpu"))
     ]
-    weighted = job.problem.weighting == AFTER_W2
-    of_sum = forms.CombineForm(job.problem.chosen, weighted, False, job.target)
-    made.append(rows.compile_combine(of_sum, job.settings))
     return [kernel.ptx for kernel in made]

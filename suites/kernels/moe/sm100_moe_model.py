@@ -265,12 +265,12 @@ def ordered(case: checks.Case, given: Any, plan: Any) -> None:
     groups, row = checks.slots_of_experts(case, given.routing), 0
     plan.places.fill_(moe.NONE)
     for expert, slots in enumerate(groups):
-        end = row + round_up(len(slots), case.job.tile)
+        end = row + round_up(len(slots), case.tile)
         plan.counts[expert] = len(slots)
         plan.slots[row:end] = moe.NONE
         plan.slots[row : row + len(slots)] = slots.int()
         plan.places[slots] = torch.arange(row, row + len(slots), dtype=torch.int32)
-        plan.experts[row // case.job.tile : end // case.job.tile] = expert
+        plan.experts[row // case.tile : end // case.tile] = expert
         row = end
     plan.rows[0] = row
 
@@ -284,7 +284,7 @@ def gathered(case: checks.Case, given: Any, plan: Any, out: Any) -> None:
         rows = slice(tile * TILE, (tile + 1) * TILE)
         slots = plan.slots[rows].long()
         own = slots >= 0
-        scale = given.weights.w13.input_scale[int(plan.experts[tile * TILE // case.job.tile])]
+        scale = given.weights.w13.input_scale[int(plan.experts[tile * TILE // case.tile])]
         x = given.x[slots[own] // p.chosen].float()
         made = quantise(x, NVFP4, CANONICAL, decode_scale=scale)
         codes[rows][own] = made.codes

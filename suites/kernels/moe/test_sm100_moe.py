@@ -23,7 +23,8 @@ from degarble.harness.base.errors import (
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.moe import problem as moe_problem
-from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, GATE_AND_UP, MoeProblem
+from degarble.kernels.moe.problem import BEFORE_W2, GATE_AND_UP, MoeProblem
+from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime.compiling import cubin_facts, package_root, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.kernels import gemm_code as plain
@@ -31,8 +32,15 @@ from degarble.suites.kernels.gemm_code import expected_bytes
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe import moe_twin as twin
 from degarble.suites.kernels.moe import sm100_moe_table as table
+from degarble.suites.kernels.moe.contract import MODELS, OF_SECOND, problem_of
 from degarble.suites.kernels.moe.moe_checks import Case
-from degarble.suites.kernels.moe.test_sm90_moe import NORM_ALLOWED, SHAPES, exact, fp8_weights
+from degarble.suites.kernels.moe.test_sm90_moe import (
+    SHAPES,
+    fp8_weights,
+    is_near_the_exact_expert,
+    is_one_kernel_after_the_other,
+    refuses_as_a_shared_expert,
+)
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -123,26 +131,14 @@ def complaints(kernel: CompiledKernel, form: MoeForm) -> list[str]:
 # No B200 is here. What is marked b200 was never run; what is not marked says nothing about a chip.
 
 TARGET = "sm_100a"
-V4_PRO, V4_FLASH, V3_2 = (7168, 3072, 384, 6), (4096, 2048, 256, 6), (7168, 2048, 256, 8)
-MODELS = {"v4-pro": V4_PRO, "v4-flash": V4_FLASH, "v3.2": V3_2}
 SMALL = MoeProblem(5, 64, 96, 3, 2, 3, 10.0, BEFORE_W2)
-OF_SECOND = [replace(moe_problem.TACTICS[TARGET][0], columns=columns) for columns in (64, 192, 256)]
-FUZZED, AT_ONCE = 120, 40
-
-
-def problem_of(
-    model: tuple[int, ...], tokens: int, weighting: str = AFTER_W2, experts: int = 0
-) -> MoeProblem:
-    hidden, width, routed, chosen = model
-    limit = None if model is V3_2 else 10.0
-    return MoeProblem(tokens, hidden, width, experts or routed, chosen, routed, limit, weighting)
 
 
 def forms() -> list[moe_problem.MoeForm]:
     """Every form that any model takes with any number of tokens; extents come with a launch."""
     found = {
         form: None
-        for model in MODELS.values()
+        for model in MODELS
         for tokens in (1, 8192)
         for weighting in moe_problem.WEIGHTINGS
         for form in moe_problem.forms_of(problem_of(model, tokens, weighting), TARGET)
@@ -200,51 +196,22 @@ def test_models_share_few_forms() -> None:
 
 
 @pytest.mark.needs("cutlass")
-@pytest.mark.slow
-def test_what_is_around_the_products_compiles_without_spills() -> None:
-    rows = import_module("degarble.kernels.moe.simt_moe_rows")
-    tile = moe_problem.FIRST_TACTICS[TARGET].rows
-    of_rows = moe_problem.RowsForm(tile, TARGET)
-    made = [f(of_rows, checks.SETTINGS) for f in (rows.compile_plan, rows.compile_gather)]
-    made += [
-        rows.compile_combine(moe_problem.CombineForm(6, weighted, shared, TARGET), checks.SETTINGS)
-        for weighted, shared in ((True, False), (False, True))
-    ]
-    for kernel in made:
-        assert not [
-            kernel_facts for kernel_facts in cubin_facts(kernel.cubin) if kernel_facts.spills
-        ]
-        assert not unstated_roundings(kernel.ptx)
-
-
-@pytest.mark.needs("cutlass")
 def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = checks.given_of(Case(SMALL, target=TARGET), "cpu")
-    routing, weights = given.routing, given.weights
-    w13, w2 = weights
+    given = checks.given_of(Case(SMALL, target=TARGET), "cpu").operands
 
-    def refused(error: type[Exception], name: str, **other: Any) -> None:
-        x, routed, held, shared = given._replace(**other)
-        with pytest.raises(error, match=name):
-            kernels.moe_nvfp4(x, routed, held, SMALL, checks.SETTINGS, shared_TD=shared)
+    def refused(error: type[Exception], text: str, **other: Any) -> None:
+        with pytest.raises(error, match=text):
+            kernels.KERNEL.run(SMALL, checks.SETTINGS, **given | other)
 
-    refused(DtypeMismatch, "x", x=given.x.float())
-    refused(LayoutMismatch, "strides of x", x=given.x.T.contiguous().T)
-    refused(ShapeMismatch, "shared expert", shared=given.x[:4])
-    refused(DtypeMismatch, "routing weights", routing=routing._replace(weights=given.x[:, :2]))
-    for name, held in (("w13", w13), ("w2", w2)):
-        unaligned = torch.zeros(held.scales.numel() + 1, dtype=torch.uint8)[1:]
-        for what, field, wrong, error in (
-            ("codes", "codes", held.codes[:2], ShapeMismatch),
-            ("scales", "scales", held.scales[..., :-1], ShapeMismatch),
-            ("address of scales", "scales", unaligned.view_as(held.scales), LayoutMismatch),
-            ("decode scales", "decode_scale", held.decode_scale.double(), DtypeMismatch),
-        ):
-            other = weights._replace(**{name: held._replace(**{field: wrong})})
-            refused(error, f"{what} of {name}", weights=other)
+    refused(ShapeMismatch, "shared expert", shared=given["x"][:4])
+    refused(DtypeMismatch, "routing weights", weights=given["x"][:, :2])
+    for name in ("w13", "w2"):
+        scales = given[f"{name}_scales"]
+        unaligned = torch.zeros(scales.numel() + 1, dtype=torch.uint8)[1:].view_as(scales)
+        refused(LayoutMismatch, f"address of scales of {name}", **{f"{name}_scales": unaligned})
     refused(InvalidArgument, "devices of the tensors")
-    monkeypatch.setattr(kernels.contract, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: SM90A)
+    monkeypatch.setattr(descriptor, "require_device", lambda _tensors: 0)
+    monkeypatch.setattr(descriptor, "target_of_device", lambda _device: SM90A)
     refused(MissingDevice, "sm_100a")
 
 
@@ -273,21 +240,6 @@ def test_padding_costs_nothing_where_weights_are_read_from_memory() -> None:
 # ---- on a B200 -----------------------------------------------------------------------------------
 
 
-def mismatch(problem: MoeProblem, choice: str = "even", seed: int = 0, **more: Any) -> str:
-    """Say how a call differs from kernels that were compared with their definitions one by one."""
-    return checks.mismatch(Case(problem, choice, seed, target=TARGET, **more))
-
-
-@pytest.mark.needs("cutlass")
-@pytest.mark.b200
-@pytest.mark.parametrize("tactic", OF_SECOND, ids=lambda t: f"{t.columns}")
-@pytest.mark.parametrize("weighting", moe_problem.WEIGHTINGS)
-@pytest.mark.parametrize("choice", checks.CHOICES)
-def test_choices_of_every_kind(choice: str, weighting: str, tactic: Any) -> None:
-    problem = MoeProblem(700, 352, 416, 8, 1, 8, 10.0, weighting)
-    assert not mismatch(problem, choice, 3, tactic=tactic)
-
-
 @pytest.mark.needs("cutlass")
 @pytest.mark.b200
 def test_tile_and_cluster_shape_do_not_change_a_bit() -> None:
@@ -301,31 +253,6 @@ def test_tile_and_cluster_shape_do_not_change_a_bit() -> None:
     assert all(torch.equal(tensor, found[0]) for tensor in found)
     case = Case(problem, "skewed", 6, tactics[-1], target=TARGET)
     assert not checks.mismatch(case)
-
-
-@pytest.mark.needs("cutlass")
-@pytest.mark.b200
-@pytest.mark.parametrize("tokens", [1, 17, 2048])
-@pytest.mark.parametrize("model", MODELS)
-def test_shapes_of_models(model: str, tokens: int) -> None:
-    weighting = BEFORE_W2 if tokens == 17 else AFTER_W2
-    assert not mismatch(problem_of(MODELS[model], tokens, weighting), "skewed")
-    torch.cuda.empty_cache()
-
-
-@pytest.mark.needs("cutlass")
-@pytest.mark.b200
-def test_experts_that_are_elsewhere() -> None:
-    for seed, experts in enumerate((1, 7, 16)):
-        assert not mismatch(MoeProblem(333, 320, 288, experts, 4, 32, 10.0), "even", seed)
-
-
-@pytest.mark.needs("cutlass")
-@pytest.mark.b200
-@pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
-def test_fuzzed(seed: int) -> None:
-    cases = checks.fuzzed(seed, AT_ONCE, TARGET)
-    assert not [why for case in cases if (why := checks.mismatch(case))]
 
 
 @pytest.mark.needs("cutlass")
@@ -346,36 +273,14 @@ def test_is_the_twin_within_its_budget(model: str, weighting: str) -> None:
 
 @pytest.mark.needs("cutlass")
 @pytest.mark.b200
-def test_rows_are_their_own_and_runs_are_equal() -> None:
-    case = Case(problem_of(V4_FLASH, 300), seed=4, target=TARGET)
+def test_rows_are_their_own() -> None:
+    case = Case(problem_of("v4-flash", 300), seed=4, target=TARGET)
     given = checks.given_of(case)
     whole = checks.on_device(case, given)
-    assert torch.equal(checks.on_device(case, given).out, whole.out)
     other = torch.full_like(given.x, torch.nan)
     other[::7] = given.x[::7]
     alone = checks.on_device(case, given._replace(x=other))
     assert torch.equal(alone.out[::7], whole.out[::7])
-
-
-@pytest.mark.needs("cutlass")
-@pytest.mark.b200
-def test_a_graph_replays_on_other_tokens_and_other_choices(kernels: ModuleType) -> None:
-    case = Case(MoeProblem(200, 512, 384, 16, 4, 16, 10.0), "one", 1, shared=True, target=TARGET)
-    other = replace(case, choice="skewed", seed=2)
-    given, later = checks.given_of(case), checks.given_of(other)
-    result = checks.poisoned(case, given)
-    kernels.launch(case.job, given, *result)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernels.launch(case.job, given, *result)
-    tensors_of = import_module("degarble.kernels.moe.sm90_moe_nvfp4").tensors_of
-    for old, new in zip(tensors_of(given), tensors_of(later), strict=True):
-        old.copy_(new)
-    graph.replay()
-    fresh = checks.on_device(other, later)
-    assert torch.equal(result.out, fresh.out)
-    assert not checks.difference(other, later, fresh)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -387,56 +292,19 @@ def sm100_shared_expert_kernels() -> ModuleType:
     return import_module("degarble.kernels.moe.sm100_shared_expert")
 
 
-@pytest.fixture
-def hopper() -> ModuleType:
-    return import_module("degarble.kernels.moe.sm90_shared_expert")
-
-
 @pytest.mark.needs("cutlass")
-def test_fp8_refuses_by_name(
-    sm100_shared_expert_kernels: ModuleType, hopper: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_shared_expert_refuses_by_name(
+    sm100_shared_expert_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = hopper.problem_of(4, 256, 128, 10.0)
-    x, weights = (
-        torch.zeros(4, 256, dtype=torch.bfloat16),
-        fp8_weights(hopper, 256, 128, "float32", "cpu"),
-    )
-    run, settings = sm100_shared_expert_kernels.shared_expert_fp8, checks.SETTINGS
-    for error, name, values in (
-        (DtypeMismatch, "x", x.float()),
-        (ShapeMismatch, "x", x[:3]),
-        (LayoutMismatch, "strides of x", x.T.contiguous().T),
-    ):
-        with pytest.raises(error, match=name):
-            run(values, weights, problem, settings)
-    with pytest.raises(ShapeMismatch, match="hidden and width of an FP8 expert"):
-        run(x, weights, replace(problem, width=96), settings)
-    for error, name, other in (
-        (ShapeMismatch, "codes of w13", weights._replace(w13=weights.w13[:128])),
-        (DtypeMismatch, "codes of w2", weights._replace(w2=weights.w2.view(torch.uint8))),
-    ):
-        with pytest.raises(error, match=name):
-            run(x, other, problem, settings)
-    monkeypatch.setattr(sm100_shared_expert_kernels.contract, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(
-        sm100_shared_expert_kernels.contract, "target_of_device", lambda _device: SM90A
-    )
+    refuses_as_a_shared_expert(sm100_shared_expert_kernels, TARGET)
+    problem = checks.one_expert(4, 256, 128, 10.0)
+    given = {"x": torch.zeros(4, 256, dtype=torch.bfloat16)}
+    monkeypatch.setattr(descriptor, "require_device", lambda _tensors: 0)
+    monkeypatch.setattr(descriptor, "target_of_device", lambda _device: SM90A)
     with pytest.raises(MissingDevice, match="sm_100a"):
-        run(x, weights, problem, settings)
-
-
-@pytest.mark.needs("cutlass")
-def test_nvfp4_refuses_by_name(sm100_shared_expert_kernels: ModuleType, hopper: ModuleType) -> None:
-    case = checks.Case(hopper.problem_of(4, 64, 128, 10.0), target=TARGET)
-    given = checks.given_of(case, "cpu")
-    two = replace(case.problem, experts=2, routed=2, chosen=2)
-    run, settings = sm100_shared_expert_kernels.shared_expert_nvfp4, checks.SETTINGS
-    with pytest.raises(ShapeMismatch, match="experts of a shared expert"):
-        run(given.x, given.weights, two, settings)
-    w13 = given.weights.w13._replace(codes=given.weights.w13.codes[:, :1])
-    broken = given.weights._replace(w13=w13)
-    with pytest.raises(ShapeMismatch, match="codes of w13"):
-        run(given.x, broken, case.problem, settings)
+        sm100_shared_expert_kernels.FP8.run(
+            problem, checks.SETTINGS, **given, **fp8_weights(256, 128, "float32", "cpu")
+        )
 
 
 # ---- on a B200 -----------------------------------------------------------------------------------
@@ -445,17 +313,8 @@ def test_nvfp4_refuses_by_name(sm100_shared_expert_kernels: ModuleType, hopper: 
 @pytest.mark.needs("cutlass")
 @pytest.mark.b200
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nvfp4_is_one_kernel_after_the_other(
-    sm100_shared_expert_kernels: ModuleType, hopper: ModuleType, shape: tuple[int, int, int]
-) -> None:
-    case = checks.Case(hopper.problem_of(*shape, 10.0), seed=2, target=TARGET)
-    given = checks.given_of(case)
-    got = sm100_shared_expert_kernels.shared_expert_nvfp4(
-        given.x, given.weights, case.problem, checks.SETTINGS
-    )
-    slots = torch.arange(shape[0], device="cuda")
-    want = checks.wanted(case, given, 0, slots)[2]
-    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+def test_nvfp4_is_one_kernel_after_the_other(shape: tuple[int, int, int]) -> None:
+    is_one_kernel_after_the_other(Case(checks.one_expert(*shape, 10.0), seed=2, target=TARGET))
 
 
 @pytest.mark.needs("cutlass")
@@ -463,20 +322,6 @@ def test_nvfp4_is_one_kernel_after_the_other(
 @pytest.mark.parametrize("scales", ["float32", "ue8m0"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp8_is_near_the_exact_expert(
-    sm100_shared_expert_kernels: ModuleType,
-    hopper: ModuleType,
-    shape: tuple[int, int, int],
-    scales: str,
+    sm100_shared_expert_kernels: ModuleType, shape: tuple[int, int, int], scales: str
 ) -> None:
-    tokens, hidden, width = shape
-    weights = fp8_weights(hopper, hidden, width, scales, "cuda")
-    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    problem = hopper.problem_of(*shape, 10.0)
-    got = sm100_shared_expert_kernels.shared_expert_fp8(x, weights, problem, checks.SETTINGS)
-    want = exact(x, weights, 10.0)
-    assert float((got.double() - want).norm() / want.norm()) < NORM_ALLOWED
-    halves = weights.w13.view(2, width, hidden).flip(0).reshape(2 * width, hidden)
-    changed = sm100_shared_expert_kernels.shared_expert_fp8(
-        x, weights._replace(w13=halves.contiguous()), problem, checks.SETTINGS
-    )
-    assert float((changed.double() - want).norm() / want.norm()) > NORM_ALLOWED
+    is_near_the_exact_expert(sm100_shared_expert_kernels, shape, scales)

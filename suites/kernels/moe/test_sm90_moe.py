@@ -16,19 +16,21 @@ from degarble.harness.base.errors import (
     LayoutMismatch,
     ScaleDirectionMismatch,
     ShapeMismatch,
+    UnknownName,
 )
 from degarble.harness.formats.dialects import CANONICAL, DIALECTS
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, offset_128x4
 from degarble.harness.formats.number_formats import NVFP4, ScaleDirection
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.scalar_ops import ue8m0_decode
-from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.moe import problem as facts
-from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, MoeProblem
+from degarble.kernels.moe.problem import MoeProblem
+from degarble.kernels.runtime.kernel import Kernel
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.references import elementary
-from degarble.suites.kernels import gemm_code as code
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe import moe_faults as faults
+from degarble.suites.kernels.moe.contract import MODELS, problem_of
 from degarble.suites.kernels.moe.moe_checks import Case
 
 if TYPE_CHECKING:
@@ -125,37 +127,8 @@ def test_what_is_eight_rows_or_a_span_away_lies_where_the_reads_say(
 # --------------------------------------------------------------------------------------------------
 # Grouped experts on Hopper: machine code, refusals, on an H200 equal to one expert at a time.
 
-V4_PRO, V4_FLASH, V3_2 = (7168, 3072, 384, 6), (4096, 2048, 256, 6), (7168, 2048, 256, 8)
-MODELS = {"v4-pro": V4_PRO, "v4-flash": V4_FLASH, "v3.2": V3_2}
 SMALL = MoeProblem(5, 64, 96, 3, 2, 3, 10.0)
-FUZZED, AT_ONCE = 400, 40
 TACTICS = tuple(facts.TILES[checks.TARGET].values())
-
-
-def problem_of(
-    model: tuple[int, ...], tokens: int, weighting: str = AFTER_W2, experts: int = 0
-) -> MoeProblem:
-    hidden, width, routed, chosen = model
-    limit = None if model is V3_2 else 10.0
-    return MoeProblem(tokens, hidden, width, experts or routed, chosen, routed, limit, weighting)
-
-
-def forms() -> list[facts.MoeForm]:
-    return [
-        form
-        for tactic in TACTICS
-        for weighting in facts.WEIGHTINGS
-        for form in with_shown(facts.forms_of(problem_of(V4_PRO, 1, weighting), "sm_90a", tactic))
-    ]
-
-
-def with_shown(forms: tuple[facts.MoeForm, ...]) -> tuple[facts.MoeForm, ...]:
-    return (*forms, replace(forms[0], shown=True))
-
-
-def named(form: facts.MoeForm) -> str:
-    tactic = form.gemm.tactic
-    return f"{tactic.rows}x{tactic.columns}-{form.gemm.parts}-{form.weighted}-{form.shown}"
 
 
 @pytest.fixture
@@ -163,62 +136,50 @@ def kernels() -> ModuleType:
     return import_module("degarble.kernels.moe.sm90_moe_nvfp4")
 
 
-def require_sound(kernels: ModuleType, form: facts.MoeForm) -> None:
-    kernel = kernels.compile_form(form, checks.SETTINGS)
-    # FC1 stores no tile by TMA: it leaves as codes.
-    few = gemm.has_few_rows(form.gemm)  # FC2 of few rows neither: it leaves in 16 bytes a thread
-    stores = 0 if few or form.gemm.parts == facts.GATE_AND_UP else None
-    assert not code.complaints(kernel, form.gemm, issued=1 if few else 2, stores=stores)
-    assert "cvt.rn.bf16x2.e2m1" not in kernel.ptx
-
-
-@pytest.mark.slow
-def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
-    for rows in (16, 256):
-        first, second = facts.forms_of(SMALL, checks.TARGET, facts.TILES[checks.TARGET][rows])
-        require_sound(kernels, replace(first, weighted=True))
-        require_sound(kernels, second)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", forms(), ids=named)
-def test_machine_code_of_every_form(kernels: ModuleType, form: facts.MoeForm) -> None:
-    require_sound(kernels, form)
-
-
 def test_refuses_by_name(kernels: ModuleType) -> None:
-    given = checks.given_of(Case(SMALL), "cpu")
-    routing, weights = given.routing, given.weights
-    w13, w2 = weights
+    given = checks.given_of(Case(SMALL), "cpu").operands
 
-    def refused(error: type[Exception], name: str, **other: Any) -> None:
-        x, routed, held, shared = given._replace(**other)
-        with pytest.raises(error, match=name):
-            kernels.moe_nvfp4(x, routed, held, SMALL, checks.SETTINGS, shared_TD=shared)
+    def refused(error: type[Exception], text: str, **other: Any) -> None:
+        with pytest.raises(error, match=text):
+            kernels.KERNEL.run(SMALL, checks.SETTINGS, **given | other)
 
-    refused(DtypeMismatch, "x", x=given.x.float())
-    refused(ShapeMismatch, "x", x=given.x[:4])
-    refused(LayoutMismatch, "strides of x", x=given.x.T.contiguous().T)
-    refused(DtypeMismatch, "shared expert", shared=given.x.float())
-    wide = routing._replace(experts=routing.experts.long())
-    refused(DtypeMismatch, "experts of tokens", routing=wide)
-    refused(ShapeMismatch, "routing weights", routing=routing._replace(weights=routing.weights.T))
-    local = torch.zeros(4, dtype=torch.int32)
-    refused(ShapeMismatch, "numbers here", routing=routing._replace(local=local))
-    for name, held in (("w13", w13), ("w2", w2)):
-        for what, field, wrong, error in (
-            ("codes", "codes", held.codes[:2], ShapeMismatch),
-            ("codes", "codes", held.codes.view(torch.int8), DtypeMismatch),
-            ("scales", "scales", held.scales[..., :-1], ShapeMismatch),
-            ("scales", "scales", held.scales.view(torch.float8_e4m3fn), DtypeMismatch),
-            ("decode scales", "decode_scale", held.decode_scale.double(), DtypeMismatch),
-            ("input scales", "input_scale", held.input_scale[:1], ShapeMismatch),
+    refused(DtypeMismatch, "x", x=given["x"].float())
+    refused(ShapeMismatch, "x", x=given["x"][:4])
+    refused(LayoutMismatch, "strides of x", x=given["x"].T.contiguous().T)
+    refused(DtypeMismatch, "shared expert", shared=given["x"].float())
+    refused(DtypeMismatch, "experts of tokens", experts=given["experts"].long())
+    refused(ShapeMismatch, "routing weights", weights=given["weights"].T)
+    refused(ShapeMismatch, "numbers here", local=torch.zeros(4, dtype=torch.int32))
+    for name in ("w13", "w2"):
+        codes, scales, decode, of_x = (
+            given[f"{name}_{part}"] for part in ("codes", "scales", "decode_scale", "input_scale")
+        )
+        for what, part, wrong, error in (
+            ("codes", "codes", codes[:2], ShapeMismatch),
+            ("codes", "codes", codes.view(torch.int8), DtypeMismatch),
+            ("scales", "scales", scales[..., :-1], ShapeMismatch),
+            ("scales", "scales", scales.view(torch.float8_e4m3fn), DtypeMismatch),
+            ("decode scales", "decode_scale", decode.double(), DtypeMismatch),
+            ("input scales", "input_scale", of_x[:1], ShapeMismatch),
         ):
-            other = weights._replace(**{name: held._replace(**{field: wrong})})
-            refused(error, f"{what} of {name}", weights=other)
+            refused(error, f"{what} of {name}", **{f"{name}_{part}": wrong})
     few = replace(SMALL, experts=2)
     with pytest.raises(InvalidArgument, match="experts held here"):
-        kernels.moe_nvfp4(given.x, routing, weights, few, checks.SETTINGS)
+        kernels.KERNEL.run(few, checks.SETTINGS, **given)
+
+
+def test_nothing_is_launched_of_a_call_that_is_refused(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only the last kernels read is refused before the first one runs."""
+    launched: list[Any] = []
+    monkeypatch.setattr(Kernel, "launch", lambda self, *_given: launched.append(self))
+    given = checks.given_of(Case(SMALL), "cpu").operands
+    with pytest.raises(ShapeMismatch, match="decode scales of w2"):
+        kernels.KERNEL.run(SMALL, checks.SETTINGS, **given | {"w2_decode_scale": torch.ones(4)})
+    with pytest.raises(UnknownName, match="operand"):
+        kernels.KERNEL.run(SMALL, checks.SETTINGS, **given, w3_codes=given["x"])
+    assert not launched
 
 
 def quantised(seed: int, rows: int = 96, **changes: Any) -> QuantisedTensor:
@@ -227,15 +188,19 @@ def quantised(seed: int, rows: int = 96, **changes: Any) -> QuantisedTensor:
     return replace(made, **changes)
 
 
-def test_weights_of_a_checkpoint_are_stacked_and_others_refused(kernels: ModuleType) -> None:
+def test_weights_of_a_checkpoint_are_stacked_and_others_refused() -> None:
+    stacked = import_module("degarble.kernels.moe.entry").stacked
     experts = [[quantised(2 * e), quantised(2 * e + 1)] for e in range(3)]
-    w13 = kernels.expert_weights(experts, torch.ones(3))
-    kernels.require_weights("w13", w13, SMALL, (3, 2))
-    assert torch.equal(w13.codes[2, 1], experts[2][1].codes)
-    assert torch.equal(w13.scales[1, 0], experts[1][0].block_scale)
-    assert w13.decode_scale[2, 0] == experts[2][0].decode_scale
-    alone = kernels.expert_weights([[expert[0]] for expert in experts], torch.ones(3))
-    assert alone.codes.shape == (3, 96, 32)
+    given = checks.given_of(Case(SMALL), "cpu").operands
+    w13 = stacked("w13", experts, torch.ones(3))
+    assert {name: tensor.shape for name, tensor in w13.items()} == {
+        name: tensor.shape for name, tensor in given.items() if name.startswith("w13")
+    }
+    assert torch.equal(w13["w13_codes"][2, 1], experts[2][1].codes)
+    assert torch.equal(w13["w13_scales"][1, 0], experts[1][0].block_scale)
+    assert w13["w13_decode_scale"][2, 0] == experts[2][0].decode_scale
+    alone = stacked("w2", [[expert[0]] for expert in experts], torch.ones(3))
+    assert alone["w2_codes"].shape == (3, 96, 32)
     linear = quantised(5).with_layout(LINEAR)
     encode = quantised(5).with_direction(ScaleDirection.ENCODE)
     for error, wrong in (
@@ -246,9 +211,9 @@ def test_weights_of_a_checkpoint_are_stacked_and_others_refused(kernels: ModuleT
         (ShapeMismatch, [quantised(5)]),
     ):
         with pytest.raises(error):
-            kernels.expert_weights([experts[0], wrong], torch.ones(2))
+            stacked("w13", [experts[0], wrong], torch.ones(2))
     with pytest.raises(LayoutMismatch):
-        kernels.expert_weights([[linear, linear]], torch.ones(1))
+        stacked("w13", [[linear, linear]], torch.ones(1))
 
 
 def test_faults_have_names_of_their_own() -> None:
@@ -257,12 +222,12 @@ def test_faults_have_names_of_their_own() -> None:
 
 def test_a_planted_fault_is_removed() -> None:
     fault = faults.BY_NAME["routing weight left out after"]
-    rows = import_module(fault.module)
+    combine = kernel_named("simt_moe_rows.COMBINE")
     form = facts.CombineForm(2, weighted=True, shared=False, target="sm_90a")
-    whole = rows.compile_combine(form, checks.SETTINGS).ptx
+    whole = combine.compile_form(form, checks.SETTINGS).ptx
     with faults.planted(fault):
-        assert rows.compile_combine(form, checks.SETTINGS).ptx != whole
-    assert rows.compile_combine(form, checks.SETTINGS).ptx == whole
+        assert combine.compile_form(form, checks.SETTINGS).ptx != whole
+    assert combine.compile_form(form, checks.SETTINGS).ptx == whole
 
 
 @pytest.mark.slow
@@ -279,31 +244,6 @@ def test_a_planted_fault_changes_the_machine_code(fault: faults.Fault) -> None:
 @pytest.mark.h200
 @pytest.mark.parametrize("tactic", TACTICS, ids=lambda t: f"{t.rows}")
 @pytest.mark.parametrize("weighting", facts.WEIGHTINGS)
-@pytest.mark.parametrize("choice", checks.CHOICES)
-def test_choices_of_every_kind(choice: str, weighting: str, tactic: Any) -> None:
-    problem = MoeProblem(700, 352, 416, 8, 1, 8, 10.0, weighting)
-    assert not checks.mismatch(Case(problem, choice, 3, tactic))
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize("tokens", [1, 17, 400, 2048])
-@pytest.mark.parametrize("model", MODELS)
-def test_shapes_of_models(model: str, tokens: int) -> None:
-    weighting = BEFORE_W2 if tokens == 17 else AFTER_W2
-    assert not checks.mismatch(Case(problem_of(MODELS[model], tokens, weighting), "skewed"))
-    torch.cuda.empty_cache()
-
-
-@pytest.mark.h200
-def test_the_small_models() -> None:
-    for tokens in (1, 8, 300):
-        case = Case(MoeProblem(tokens, 256, 256, 8, 2, 8, 10.0), shared=True)
-        assert not checks.mismatch(case)
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize("tactic", TACTICS, ids=lambda t: f"{t.rows}")
-@pytest.mark.parametrize("weighting", facts.WEIGHTINGS)
 def test_fc1_shows_what_its_swiglu_gets(weighting: str, tactic: Any) -> None:
     case = Case(MoeProblem(300, 352, 416, 8, 2, 8, 10.0, weighting), "skewed", 3, tactic)
     given = checks.given_of(case)
@@ -314,28 +254,13 @@ def test_fc1_shows_what_its_swiglu_gets(weighting: str, tactic: Any) -> None:
 
 
 @pytest.mark.h200
-def test_experts_that_are_elsewhere() -> None:
-    for seed, experts in enumerate((1, 7, 16)):
-        problem = MoeProblem(333, 320, 288, experts, 4, 32, 10.0)
-        assert not checks.mismatch(Case(problem, "even", seed))
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
-def test_fuzzed(seed: int) -> None:
-    wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
-    assert not wrong
-
-
-@pytest.mark.h200
 @pytest.mark.parametrize("weighting", facts.WEIGHTINGS)
 @pytest.mark.parametrize("model", MODELS)
 def test_is_the_twin_within_its_budget(model: str, weighting: str) -> None:
     from degarble.suites.kernels.moe import moe_twin as twin  # noqa: PLC0415
 
     hidden, width, _, chosen = MODELS[model]
-    problem = MoeProblem(96, hidden, width, 8, chosen, 8, 10.0, weighting)
-    case = Case(problem, seed=1)
+    case = Case(MoeProblem(96, hidden, width, 8, chosen, 8, 10.0, weighting), seed=1)
     given = checks.given_of(case)
     weights = torch.rand_like(given.routing.weights)  # here they need not be powers of two
     given = given._replace(routing=given.routing._replace(weights=weights))
@@ -353,34 +278,14 @@ def rolled(weights: Any) -> Any:
 
 
 @pytest.mark.h200
-def test_rows_are_their_own_and_runs_are_equal() -> None:
-    case = Case(problem_of(V4_FLASH, 300, AFTER_W2), seed=4)
+def test_rows_are_their_own() -> None:
+    case = Case(problem_of("v4-flash", 300), seed=4)
     given = checks.given_of(case)
     whole = checks.on_device(case, given)
-    assert torch.equal(checks.on_device(case, given).out, whole.out)
     other = torch.full_like(given.x, torch.nan)
     other[::7] = given.x[::7]
     alone = checks.on_device(case, given._replace(x=other))
     assert torch.equal(alone.out[::7], whole.out[::7])
-
-
-@pytest.mark.h200
-def test_a_graph_replays_on_other_tokens_and_other_choices(kernels: ModuleType) -> None:
-    case = Case(MoeProblem(200, 512, 384, 16, 4, 16, 10.0), "one", 1, shared=True)
-    other = replace(case, choice="skewed", seed=2)
-    given, later = checks.given_of(case), checks.given_of(other)
-    result = checks.poisoned(case, given)
-    kernels.launch(case.job, given, *result)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernels.launch(case.job, given, *result)
-    for old, new in zip(kernels.tensors_of(given), kernels.tensors_of(later), strict=True):
-        old.copy_(new)
-    graph.replay()
-    fresh = checks.on_device(other, later)
-    assert torch.equal(result.out, fresh.out)
-    assert not checks.difference(other, later, fresh)
 
 
 @pytest.mark.h200
@@ -404,7 +309,7 @@ def sm90_shared_expert_kernels() -> ModuleType:
     return import_module("degarble.kernels.moe.sm90_shared_expert")
 
 
-def fp8_weights(kernels: ModuleType, hidden: int, width: int, scales: str, device: str) -> Any:
+def fp8_weights(hidden: int, width: int, scales: str, device: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device).manual_seed(hidden + width)
 
     def codes(n: int, k: int) -> torch.Tensor:
@@ -417,48 +322,56 @@ def fp8_weights(kernels: ModuleType, hidden: int, width: int, scales: str, devic
         return made.to(torch.uint8) if scales == "ue8m0" else ue8m0_decode(made) * 1.37
 
     sides = ((2 * width, hidden), (hidden, width))
-    first, second = ((codes(*side), of_blocks(*side)) for side in sides)
-    return kernels.Fp8Weights(*first, *second)
+    made: dict[str, torch.Tensor] = {}
+    for name, side in zip(("w13", "w2"), sides, strict=True):
+        made |= {name: codes(*side), f"{name}_scales": of_blocks(*side)}
+    return made
+
+
+def refuses_as_a_shared_expert(kernels: ModuleType, target: str) -> None:
+    """Both formats of a target's shared expert refuse by name."""
+    problem = checks.one_expert(4, 256, 128, 10.0)
+    given = {"x": torch.zeros(4, 256, dtype=torch.bfloat16)}
+    given |= fp8_weights(256, 128, "float32", "cpu")
+    x = given["x"]
+    for error, name, other in (
+        (DtypeMismatch, "x", {"x": x.float()}),
+        (ShapeMismatch, "x", {"x": x[:3]}),
+        (LayoutMismatch, "strides of x", {"x": x.T.contiguous().T}),
+        (ShapeMismatch, "w13", {"w13": given["w13"][:128]}),
+        (DtypeMismatch, "w2", {"w2": given["w2"].view(torch.uint8)}),
+        (DtypeMismatch, "w2_scales", {"w2_scales": given["w2_scales"].to(torch.uint8)}),
+    ):
+        with pytest.raises(error, match=f"{name} ="):
+            kernels.FP8.run(problem, checks.SETTINGS, **given | other)
+    with pytest.raises(ShapeMismatch, match="hidden and width of an FP8 expert"):
+        kernels.FP8.run(replace(problem, width=96), checks.SETTINGS, **given)
+    case = Case(replace(problem, hidden=64), target=target)
+    ours = checks.given_of(case, "cpu").operands
+    two = replace(case.problem, experts=2, routed=2, chosen=2)
+    for kernel, operands in ((kernels.FP8, given), (kernels.KERNEL, ours)):
+        with pytest.raises(ShapeMismatch, match="experts of a shared expert"):
+            kernel.run(two, checks.SETTINGS, **operands)
+    broken = ours | {"w13_codes": ours["w13_codes"][:, :1]}
+    with pytest.raises(ShapeMismatch, match="codes of w13"):
+        kernels.KERNEL.run(case.problem, checks.SETTINGS, **broken)
 
 
 def test_sm90_shared_expert_refuses_by_name(sm90_shared_expert_kernels: ModuleType) -> None:
-    problem = sm90_shared_expert_kernels.problem_of(4, 256, 128, 10.0)
-    x, weights = (
-        torch.zeros(4, 256, dtype=torch.bfloat16),
-        fp8_weights(sm90_shared_expert_kernels, 256, 128, "float32", "cpu"),
-    )
-    run, settings = sm90_shared_expert_kernels.shared_expert_fp8, checks.SETTINGS
-    for error, name, values in (
-        (DtypeMismatch, "x", x.float()),
-        (ShapeMismatch, "x", x[:3]),
-        (LayoutMismatch, "strides of x", x.T.contiguous().T),
-    ):
-        with pytest.raises(error, match=name):
-            run(values, weights, problem, settings)
-    with pytest.raises(ShapeMismatch, match="hidden and width of an FP8 expert"):
-        run(x, weights, replace(problem, width=96), settings)
-    case = checks.Case(replace(problem, hidden=64))
-    given = checks.given_of(case, "cpu")
-    two = replace(case.problem, experts=2, routed=2, chosen=2)
-    with pytest.raises(ShapeMismatch, match="experts of a shared expert"):
-        sm90_shared_expert_kernels.shared_expert_nvfp4(given.x, given.weights, two, settings)
-    w13 = given.weights.w13._replace(codes=given.weights.w13.codes[:, :1])
-    broken = given.weights._replace(w13=w13)
-    with pytest.raises(ShapeMismatch, match="codes of w13"):
-        sm90_shared_expert_kernels.shared_expert_nvfp4(given.x, broken, case.problem, settings)
+    refuses_as_a_shared_expert(sm90_shared_expert_kernels, checks.TARGET)
 
 
 @pytest.mark.h200
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nvfp4_is_one_kernel_after_the_other(
-    sm90_shared_expert_kernels: ModuleType, shape: tuple[int, int, int]
-) -> None:
-    case = checks.Case(sm90_shared_expert_kernels.problem_of(*shape, 10.0), seed=2)
+def test_nvfp4_is_one_kernel_after_the_other(shape: tuple[int, int, int]) -> None:
+    is_one_kernel_after_the_other(Case(checks.one_expert(*shape, 10.0), seed=2))
+
+
+def is_one_kernel_after_the_other(case: Case) -> None:
+    """The shared expert's kernels make what others make one by one."""
     given = checks.given_of(case)
-    got = sm90_shared_expert_kernels.shared_expert_nvfp4(
-        given.x, given.weights, case.problem, checks.SETTINGS
-    )
-    slots = torch.arange(shape[0], device="cuda")
+    got = checks.by_shared_expert(case, given)
+    slots = torch.arange(case.problem.tokens, device="cuda")
     want = checks.wanted(case, given, 0, slots)[2]
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
@@ -469,21 +382,25 @@ def test_nvfp4_is_one_kernel_after_the_other(
 def test_fp8_is_near_the_exact_expert(
     sm90_shared_expert_kernels: ModuleType, shape: tuple[int, int, int], scales: str
 ) -> None:
+    is_near_the_exact_expert(sm90_shared_expert_kernels, shape, scales)
+
+
+def is_near_the_exact_expert(kernels: ModuleType, shape: tuple[int, int, int], scales: str) -> None:
+    """The kernels are near an expert in float64, and are not with gate in the place of up."""
     tokens, hidden, width = shape
-    weights = fp8_weights(sm90_shared_expert_kernels, hidden, width, scales, "cuda")
+    weights = fp8_weights(hidden, width, scales, "cuda")
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    problem = sm90_shared_expert_kernels.problem_of(*shape, 10.0)
-    got = sm90_shared_expert_kernels.shared_expert_fp8(x, weights, problem, checks.SETTINGS)
-    want = exact(x, weights, 10.0)
-    assert float((got.double() - want).norm() / want.norm()) < NORM_ALLOWED
-    halves = weights.w13.view(2, width, hidden).flip(0).reshape(2 * width, hidden)
-    changed = sm90_shared_expert_kernels.shared_expert_fp8(
-        x, weights._replace(w13=halves.contiguous()), problem, checks.SETTINGS
-    )
-    assert float((changed.double() - want).norm() / want.norm()) > NORM_ALLOWED
+    want, problem = exact(x, weights, 10.0), checks.one_expert(*shape, 10.0)
+
+    def error(w13: torch.Tensor) -> float:
+        got = kernels.FP8.run(problem, checks.SETTINGS, x=x, **weights | {"w13": w13})["out"]
+        return float((got.double() - want).norm() / want.norm())
+
+    halves = weights["w13"].view(2, width, hidden).flip(0).reshape(2 * width, hidden)
+    assert error(weights["w13"]) < NORM_ALLOWED < error(halves.contiguous())
 
 
-def exact(x: torch.Tensor, weights: Any, limit: float) -> torch.Tensor:
+def exact(x: torch.Tensor, weights: dict[str, torch.Tensor], limit: float) -> torch.Tensor:
     """The expert in float64, without rounding an activation."""
 
     def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -491,5 +408,5 @@ def exact(x: torch.Tensor, weights: Any, limit: float) -> torch.Tensor:
         wide = of_blocks.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         return codes.double() * wide
 
-    gate, up = (x.double() @ values(*weights[:2]).T).chunk(2, 1)
-    return elementary.swiglu(gate, up, limit) @ values(*weights[2:]).T
+    gate, up = (x.double() @ values(weights["w13"], weights["w13_scales"]).T).chunk(2, 1)
+    return elementary.swiglu(gate, up, limit) @ values(weights["w2"], weights["w2_scales"]).T

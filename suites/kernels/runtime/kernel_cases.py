@@ -33,7 +33,6 @@ from degarble.kernels.cache.problem import (
     SlotsProblem,
     StatePages,
 )
-from degarble.kernels.gemm import contract
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
@@ -480,7 +479,7 @@ def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
     modules = [import_module(module_of(name)) for name in names]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "empty", allocated))
-        places = (*modules, descriptor, contract, runtime_operands)
+        places = (*modules, descriptor, runtime_operands)
         for place, name in product(places, instead):
             if hasattr(place, name):
                 stack.enter_context(mock.patch.object(place, name, instead[name]))
@@ -492,15 +491,22 @@ def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
             }
             stack.enter_context(mock.patch.dict(vars(module), fresh))
             for each in vars(module).values():
-                if isinstance(each, descriptor.Kernel):
-                    cached: Any = each.compile_form
-                    anew = {"compile_form": cached.__wrapped__}
-                    stack.enter_context(mock.patch.dict(vars(each), anew))
+                for described in kernels_in(each):
+                    cached: Any = described.compile_form
+                    anew = {"compile_form": getattr(cached, "__wrapped__", cached)}
+                    stack.enter_context(mock.patch.dict(vars(described), anew))
                     # What other suites of this process derived may be of other operands.
                     for name, of in vars(descriptor.Kernel).items():
                         if isinstance(of, cached_property) and name not in anew:
-                            vars(each).pop(name, None)
+                            vars(described).pop(name, None)
         yield kernels
+
+
+def kernels_in(value: Any) -> tuple[Any, ...]:
+    """Return the descriptors that a value of a module is or has."""
+    if isinstance(value, descriptor.KernelSequence):
+        return value.kernels
+    return (value,) if isinstance(value, descriptor.Kernel) else ()
 
 
 @dataclass

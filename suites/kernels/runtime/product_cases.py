@@ -10,7 +10,16 @@ from degarble.kernels.gemm.gemv_problem import GemvProblem
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
-from degarble.kernels.moe.problem import BEFORE_W2, GATE_AND_UP, MoeProblem, scale_bytes
+from degarble.kernels.moe.problem import (
+    BEFORE_W2,
+    GATE_AND_UP,
+    PLANNED,
+    MoeProblem,
+    RowsProblem,
+    combined,
+    rows_of_call,
+    scale_bytes,
+)
 from degarble.suites.kernels.runtime.launch_case import (
     BF16,
     BYTES,
@@ -77,6 +86,10 @@ def _fp8(rows: int, scales: Any) -> dict[str, Given]:
 
 def _by_name(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     return tuple(m.KERNEL.run(p, SETTINGS, **t).values())
+
+
+def _of_several(record: str) -> Callable[[Any, Any, dict[str, Tensor]], Any]:
+    return lambda m, p, t: tuple(getattr(m, record).run(p, SETTINGS, **t).values())
 
 
 def _few_rows_cases() -> Iterator[LaunchCase]:
@@ -149,9 +162,7 @@ def _moe_cases() -> Iterator[LaunchCase]:
         yield LaunchCase(name, problem, given | shared, target)
         name = f"{architecture}_shared_expert"
         alone = MoeProblem(3, 256, 128, experts=1, chosen=1, routed=1, limit=10.0)
-        routing = ("experts", "weights")
-        given = {name: of for name, of in _moe_operands(alone).items() if name not in routing}
-        yield LaunchCase(name, alone, given, target)
+        yield LaunchCase(name, alone, _moe_operands(alone), target)
         for tokens, scales in ((3, FP32), (5, BYTES)):
             of_fp8 = {
                 "x": Given(BF16, (tokens, 256)),
@@ -180,25 +191,57 @@ def _moe_operands(p: MoeProblem) -> dict[str, Given]:
     return given
 
 
-def _weights(m: Any, t: dict[str, Tensor]) -> Any:
-    parts = ("codes", "scales", "decode_scale", "input_scale")
-    both = ([t[f"{name}_{part}"] for part in parts] for name in ("w13", "w2"))
-    return m.MoeWeights(*(m.ExpertWeights(*each) for each in both))
+def _experts_cases() -> Iterator[LaunchCase]:
+    """Each kernel of a call alone, as the backend launches them."""
+    for architecture, target in TARGETS.items():
+        for moe, shown in (
+            (MoeProblem(3, 256, 128, 4, 2, 4, 10.0), architecture == "sm90"),
+            (MoeProblem(300, 256, 128, 3, 2, 8, weighting=BEFORE_W2), False),
+        ):
+            mapped = moe.experts < moe.routed
+            rows = replace(rows_of_call(moe, target, mapped=mapped), shown=shown)
+            given, order = _moe_operands(moe), _order(rows)
+            plan = {"experts": given["experts"]}
+            plan |= {"local": Given(INT32, (moe.routed,))} if mapped else {}
+            yield LaunchCase("simt_moe_rows.PLAN", rows, plan, target)
+            scale = given["w13_input_scale"]
+            gather = {"x": given["x"], **order, "w13_input_scale": scale}
+            yield LaunchCase("simt_moe_rows.GATHER", rows, gather, target)
+            x, hidden = (_coded(rows, *side) for side in (("x", 256), ("hidden", 128)))
+            w13, w2 = (
+                {name: of for name, of in given.items() if name.startswith(product)}
+                for product in ("w13", "w2_")
+            )
+            more = {"w2_input_scale": w2["w2_input_scale"], "weights": given["weights"]}
+            first, name = {**x, **w13, **order, **more}, f"{architecture}_moe_nvfp4"
+            yield LaunchCase(f"{name}.FC1", rows, first, target)
+            yield LaunchCase(f"{name}.FC2", rows, {**hidden, **w2, **order}, target)
+            products = {"products": Given(BF16, (rows.rows, 256))}
+            yield LaunchCase(f"{name}.FC2", rows, {**hidden, **w2, **order, **products}, target)
+            for shared in (False, True):
+                summed = products | {
+                    "places": Given(INT32, (moe.slots,)), "weights": given["weights"],
+                }  # fmt: skip
+                summed |= {"shared": given["x"]} if shared else {}
+                problem = combined(rows, shared=shared)
+                yield LaunchCase("simt_moe_rows.COMBINE", problem, summed, target)
 
 
-def _moe(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    m90 = getattr(m, "hopper", m)
-    routing = m.Routing(t["experts"], t["weights"], t.get("local"))
-    shared = t.get("shared")
-    return m.moe_nvfp4(t["x"], routing, _weights(m90, t), p, SETTINGS, shared_TD=shared)
+def _order(rows: RowsProblem) -> dict[str, Given]:
+    sizes = dict(zip(PLANNED, rows.sizes, strict=True))
+    return {name: Given(INT32, (sizes[name],)) for name in ("rows", "tiles", "slots")}
+
+
+def _coded(rows: RowsProblem, name: str, width: int) -> dict[str, Given]:
+    return {
+        f"{name}_codes": Given(BYTES, (rows.rows, width // 2)),
+        f"{name}_scales": Given(BYTES, (scale_bytes(rows.rows, width),)),
+    }
 
 
 def _shared_expert(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    m90 = getattr(m, "hopper", m)
-    if "w13" in t:
-        weights = m90.Fp8Weights(*(t[name] for name in m90.Fp8Weights._fields))
-        return m.shared_expert_fp8(t["x"], weights, p, SETTINGS)
-    return m.shared_expert_nvfp4(t["x"], _weights(m90.moe, t), p, SETTINGS)
+    sequence = m.FP8 if "w13" in t else m.KERNEL
+    return tuple(sequence.run(p, SETTINGS, **t).values())
 
 
 PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
@@ -207,7 +250,7 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "sm100_gemm_fp8_block": _by_name,
     "sm100_gemm_grouped": _by_name,
     "sm100_gemm_nvfp4": _by_name,
-    "sm100_moe_nvfp4": _moe,
+    "sm100_moe_nvfp4": _by_name,
     "sm100_shared_expert": _shared_expert,
     "sm90_gemm_bf16": _by_name,
     "sm90_gemm_fp8_block": _by_name,
@@ -215,7 +258,15 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "sm90_gemm_grouped_fp8": _by_name,
     "sm90_gemm_nvfp4": _by_name,
     "sm90_gemm_w4a16": _by_name,
-    "sm90_moe_nvfp4": _moe,
+    "sm90_moe_nvfp4": _by_name,
     "sm90_shared_expert": _shared_expert,
+    **{f"simt_moe_rows.{name}": _of_several(name) for name in ("PLAN", "GATHER", "COMBINE")},
+    **{
+        f"{architecture}_moe_nvfp4.{name}": _of_several(name)
+        for architecture in TARGETS
+        for name in ("FC1", "FC2")
+    },
 }
-CASES = (*_gemm_cases(), *_few_rows_cases(), *_grouped_cases(), *_moe_cases())
+CASES = (
+    *_gemm_cases(), *_few_rows_cases(), *_grouped_cases(), *_moe_cases(), *_experts_cases(),
+)  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, MissingDevice, UnknownName
 from degarble.kernels.runtime import kernel as descriptor
-from degarble.kernels.runtime.modules import MODULES, module_of
+from degarble.kernels.runtime.modules import MODULES, kernel_named, module_of
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels.runtime import kernel_cases
 from degarble.suites.kernels.runtime.kernel_cases import CASES
@@ -39,6 +39,9 @@ DESCRIBED = (
     "simt_latent_query",
     "simt_mhc",
     "simt_mhc_project",
+    "simt_moe_rows.COMBINE",
+    "simt_moe_rows.GATHER",
+    "simt_moe_rows.PLAN",
     "simt_paged_pool",
     "simt_qnorm_rope",
     "simt_quantise_fp8",
@@ -53,6 +56,8 @@ DESCRIBED = (
     "sm100_gemm_grouped",
     "sm100_gemm_nvfp4",
     "sm100_indexer_scores",
+    "sm100_moe_nvfp4.FC1",
+    "sm100_moe_nvfp4.FC2",
     "sm100_sparse_attention",
     "sm90_gemm_bf16",
     "sm90_gemm_fp8_block",
@@ -61,23 +66,29 @@ DESCRIBED = (
     "sm90_gemm_nvfp4",
     "sm90_gemm_w4a16",
     "sm90_indexer_scores",
+    "sm90_moe_nvfp4.FC1",
+    "sm90_moe_nvfp4.FC2",
     "sm90_sparse_attention",
 )
+SEQUENCES = ("sm100_moe_nvfp4", "sm100_shared_expert", "sm90_moe_nvfp4", "sm90_shared_expert")
 ANYWHERE = ("sm90_gemm_w4a16",)  # named for the first target that it had
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
 
 
 def described(name: str) -> Any:
-    return import_module(module_of(name)).KERNEL
+    return kernel_named(name)
 
 
 def test_every_descriptor_has_cases() -> None:
-    assert (
-        tuple(name for name in sorted(MODULES) if hasattr(import_module(module_of(name)), "KERNEL"))
-        == DESCRIBED
-    )
-    assert set(DESCRIBED) <= {case.kernel for case in CASES} == set(kernel_cases.PUBLIC)
+    listed = {*DESCRIBED, *SEQUENCES}
+    alone = {name for name in MODULES if hasattr(import_module(module_of(name)), "KERNEL")}
+    assert alone == {name for name in listed if "." not in name}
+    kernels = [described(name) for name in DESCRIBED]
+    assert all(isinstance(kernel, descriptor.Kernel) for kernel in kernels)
+    for name in SEQUENCES:
+        assert set(map(id, described(name).kernels)) <= set(map(id, kernels))
+    assert listed == {case.kernel for case in CASES} == set(kernel_cases.PUBLIC)
 
 
 @each_case
@@ -87,7 +98,9 @@ def test_public_functions_pass_what_is_kept(case: LaunchCase) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.kernel in DESCRIBED], ids=lambda case: case.key
+    "case",
+    [case for case in CASES if case.kernel in DESCRIBED],
+    ids=lambda case: case.key,
 )
 def test_operands_by_name_pass_the_same(case: LaunchCase) -> None:
     def run(tensors: dict[str, Tensor]) -> Any:
@@ -113,7 +126,12 @@ def test_operands_in_main_memory_are_refused(case: LaunchCase) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in DESCRIBED if n.startswith(("sm90_", "sm100_")) and n not in ANYWHERE]
+    "name",
+    [
+        name
+        for name in (*DESCRIBED, *SEQUENCES)
+        if name.startswith(("sm90_", "sm100_")) and name not in ANYWHERE
+    ],
 )
 def test_a_gpu_of_another_target_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in CASES if case.kernel == name)
@@ -124,7 +142,7 @@ def test_a_gpu_of_another_target_is_refused(name: str, monkeypatch: pytest.Monke
         kernel_cases.public(case)(case.tensors())
 
 
-@each_kernel
+@pytest.mark.parametrize("name", [*DESCRIBED, *SEQUENCES])
 def test_an_unknown_operand_is_refused_by_name(name: str) -> None:
     case = next(case for case in CASES if case.kernel == name)
     with pytest.raises(UnknownName, match="operand"):
@@ -137,6 +155,7 @@ def test_a_swapped_pointer_is_detected(name: str, monkeypatch: pytest.MonkeyPatc
     case, kernel = next(case for case in CASES if case.kernel == name), described(name)
     first, second, *rest = kernel.operands
     swapped = replace(kernel, operands=(second, first, *rest))
-    monkeypatch.setattr(import_module(module_of(name)), "KERNEL", swapped)
+    record = name.partition(".")[2] or "KERNEL"
+    monkeypatch.setattr(import_module(module_of(name)), record, swapped)
     got = kernel_cases.arguments_of(case, kernel_cases.public(case))
     assert got["launched"] != kernel_cases.kept()["arguments"][case.key]["launched"]

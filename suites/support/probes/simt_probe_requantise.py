@@ -31,8 +31,9 @@ from degarble.kernels.runtime.compiling import (
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.operands import require_device, require_tensor
+from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
 from degarble.kernels.runtime.targets import SM100A, TARGETS
+from degarble.suites.kernels.moe.moe_checks import Nvfp4Rows
 
 ROWS = facts.SCALE_TILE_ROWS  # of a tile, one a thread
 STEP = moe.BLOCK * moe.BLOCKS_OF_STORE  # values of a row that leave together
@@ -106,13 +107,13 @@ def launch_requantise(
 @cache
 def compile_form(form: MoeForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    pointers = rows.pointers_of(ELEMENTS, (None,) * len(ELEMENTS), ALIGNED)
+    pointers = tuple(map(pointer, ELEMENTS, (None,) * len(ELEMENTS), ALIGNED))
     arguments = (pointers, tuple(Int32(1) for _ in range(3)), form, any_stream())
     return compile_kernel(launch_requantise, arguments, TARGETS[form.gemm.target], settings)
 
 
 def requantise(
-    given: Given, width: int, form: MoeForm, settings: CompileSettings, out: rows.Nvfp4Rows
+    given: Given, width: int, form: MoeForm, settings: CompileSettings, out: Nvfp4Rows
 ) -> None:
     """Write codes [R, F / 2] and scales in 128x4 order of what FC1 summed."""
     require_given(given, width, form, out)
@@ -122,13 +123,13 @@ def requantise(
     tensors = (sums, *out, hidden, slots, weights, of_a, of_b, experts)
     extents = (count // ROWS, tiles, width // moe.BLOCK)
     compile_form(form, settings)(
-        rows.pointers_of(ELEMENTS, tensors, ALIGNED),
+        tuple(map(pointer, ELEMENTS, tensors, ALIGNED)),
         tuple(map(Int32, extents)),
         current_stream(sums.device.index or 0),
     )
 
 
-def require_given(given: Given, width: int, form: MoeForm, out: rows.Nvfp4Rows) -> None:
+def require_given(given: Given, width: int, form: MoeForm, out: Nvfp4Rows) -> None:
     """Refuse tensors that the kernel would misread; rows and experts are those of slots, scales."""
     count, experts = given.slots.numel(), given.hidden_scale.numel()
     if count % ROWS or width % STEP:

@@ -259,11 +259,12 @@ class Gpu:
 
     def rows(self, case: checks.Case, given: Any) -> checks.Result:
         """See Executor."""
-        steps, given = import_module("degarble.kernels.moe.simt_moe_rows"), moved(given)
+        given = moved(given)
         result = checks.poisoned(case, given)
-        plan = result.workspace.plan
-        steps.plan(case.job, given.routing.experts, given.routing.local, plan)
-        steps.gather(case.job, given.x, given.weights.w13.input_scale, plan, result.workspace.x)
+        tensors = given.operands | result.workspace.operands
+        for kernel, own in [*checks.steps(case, given)][:2]:
+            here = {name: tensors[name] for name in kernel.names if name in tensors}
+            kernel.run(own, checks.SETTINGS, **here)
         return result
 
     def load(self, case: checks.Case, given: Any) -> Tensor:
@@ -300,7 +301,7 @@ class Gpu:
             held.copy_(sums)
         of_b = (w13.codes, w13.scales, w13.input_scale, w13.decode_scale)
         weights = given.routing.weights.cuda()
-        leaving = (*hidden, w2.input_scale, plan.slots, weights)
+        leaving = (*hidden, w2.input_scale, weights)
         tensors = (*x, *of_b, plan.rows, plan.experts, plan.slots, *leaving, image, held)
         extents = (len(x.codes), moe.GATE_AND_UP * p.width, p.hidden, p.experts)
         probe.launch(probe.compile_part(part, form, checks.SETTINGS), form, extents, tensors)

@@ -25,6 +25,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm100_gemm_nvfp4 as gemm
 from degarble.kernels.moe import simt_moe_rows as rows
 from degarble.kernels.moe import sm100_moe_nvfp4 as moe
+from degarble.kernels.moe.entry import READ
 from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
@@ -33,12 +34,11 @@ from degarble.kernels.runtime.compiling import (
     compile_kernel,
     current_stream,
 )
+from degarble.kernels.runtime.operands import pointer
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.support.probes import sm100_probe_gemm as probe
 
 PARTS = ("load", "requantise")
-ELEMENTS = (*moe.INPUTS, *moe.OUTPUTS[GATE_AND_UP], Uint32, Float32)
-ALIGNED = (*moe.ALIGNED, *moe.OUTPUTS_ALIGNED[GATE_AND_UP], 16, 16)  # image and sums at the end
 
 
 @cute.kernel
@@ -84,10 +84,9 @@ def launch_probe(
     stream: CUstream,
 ) -> None:
     """Launch a part on one tile: extents are rows at most, N, K, experts."""
-    inputs, outputs = pointers[: len(moe.INPUTS)], pointers[len(moe.INPUTS) : -2]
-    feeds = moe.feeds_of(inputs[:4], extents, form.gemm)
-    leaving = moe.leaving_of(outputs, extents, form)
-    groups = moe.Sm100ExpertTensors(*rows.flat(inputs[4:]))
+    feeds = moe.feeds_of(pointers[:4], extents, form.gemm)
+    groups = moe.Sm100ExpertTensors(*rows.flat(pointers[4:READ]))
+    leaving = moe.leaving_of(pointers[READ:-2], groups.slots, extents, form)
     words = facts.transaction_bytes(form.gemm) // 4
     layout = cute.make_layout((facts.MOST_STAGES, words), stride=(words, 1))
     image = cute.make_tensor(pointers[-2], layout)
@@ -101,12 +100,23 @@ def launch_probe(
 # ---- host ----------------------------------------------------------------------------------------
 
 
+def pointers_of(form: MoeForm, tensors: tuple[Tensor, ...] | None) -> tuple[Any, ...]:
+    """Return the pointers that FC1 takes, and those of image and sums."""
+    of_product = [place for operand in moe.FC1.operands for place in operand.pointers(form)]
+    places = (*of_product, (Uint32, 16), (Float32, 16))
+    given = tensors or (None,) * len(places)
+    return tuple(
+        pointer(element, tensor, alignment)
+        for (element, alignment), tensor in zip(places, given, strict=True)
+    )
+
+
 @cache
 def compile_part(part: str, form: MoeForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a part; needs no GPU."""
     if part not in PARTS:
         raise UnknownName.among("part of grouped products", part, PARTS)
-    pointers = rows.pointers_of(ELEMENTS, (None,) * len(ELEMENTS), ALIGNED)
+    pointers = pointers_of(form, None)
     extents = tuple(Int32(1) for _ in range(4))
     arguments = (pointers, extents, form, part, any_stream())
     return compile_kernel(launch_probe, arguments, TARGETS[form.gemm.target], settings)
@@ -126,5 +136,5 @@ def launch(
         raise InvalidArgument(
             "N, K", (columns, inner), f"one tile, and {stages} stages at most", "Cut them."
         )
-    pointers = rows.pointers_of(ELEMENTS, tensors, ALIGNED)
+    pointers = pointers_of(form, tensors)
     kernel(pointers, tuple(map(Int32, extents)), current_stream(tensors[0].device.index or 0))

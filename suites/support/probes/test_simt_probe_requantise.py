@@ -60,7 +60,7 @@ def given_of(kernels: ModuleType, width: int, device: str) -> Any:
 
 def poisoned(width: int, count: int, device: str) -> Any:
     """Allocate what is written, full of poison."""
-    made = import_module("degarble.kernels.moe.simt_moe_rows").Nvfp4Rows(
+    made = checks.Nvfp4Rows(
         torch.empty(count, width // 2, dtype=torch.uint8, device=device),
         torch.empty(moe.scale_bytes(count, width), dtype=torch.uint8, device=device),
     )

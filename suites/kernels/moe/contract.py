@@ -1,0 +1,157 @@
+"""What the kernels of experts register: forms with derived figures, cases, replays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from degarble.kernels.gemm import problem as gemm
+from degarble.kernels.moe import problem as facts
+from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, CombineForm, MoeProblem, RowsForm
+from degarble.kernels.runtime.targets import SM90A, TARGETS
+from degarble.suites.kernels import gemm_code
+from degarble.suites.kernels.contract import (
+    BLACKWELL,
+    HOPPER,
+    Judged,
+    MachineCode,
+    Replay,
+    ReplayCase,
+    Round,
+)
+from degarble.suites.kernels.moe import moe_checks as checks
+from degarble.suites.kernels.moe.moe_checks import Case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from degarble.kernels.gemm.problem import GemmTactic
+    from degarble.kernels.moe.problem import MoeForm
+    from degarble.kernels.runtime.compiling import CompiledKernel
+
+MODELS = {
+    "v4-pro": (7168, 3072, 384, 6), "v4-flash": (4096, 2048, 256, 6), "v3.2": (7168, 2048, 256, 8),
+}  # fmt: skip
+UNCLAMPED = "v3.2"
+
+
+def problem_of(model: str, tokens: int, weighting: str = AFTER_W2) -> MoeProblem:
+    """Return a model's layer with all its experts."""
+    hidden, width, routed, chosen = MODELS[model]
+    limit = None if model == UNCLAMPED else 10.0
+    return MoeProblem(tokens, hidden, width, routed, chosen, routed, limit, weighting)
+
+
+# ---- machine code --------------------------------------------------------------------------------
+
+
+def _is_sound(kernel: CompiledKernel, form: MoeForm) -> None:
+    # FC1 stores no tile by TMA: it leaves as codes.
+    few = gemm.has_few_rows(form.gemm)  # FC2 of few rows neither: it leaves in 16 bytes a thread
+    stores = 0 if few or form.gemm.parts == facts.GATE_AND_UP else None
+    assert not gemm_code.complaints(kernel, form.gemm, issued=1 if few else 2, stores=stores)
+    assert "cvt.rn.bf16x2.e2m1" not in kernel.ptx
+
+
+def _code() -> Iterator[MachineCode]:
+    tactics = facts.TILES[SM90A.name]
+    for tactic, weighting in product(tactics.values(), facts.WEIGHTINGS):
+        first, second = facts.forms_of(problem_of("v4-pro", 1, weighting), SM90A.name, tactic)
+        usual = tactic.rows in {min(tactics), max(tactics)} and weighting == BEFORE_W2
+        for form in (first, replace(first, shown=True), second):
+            slow = not usual or form.shown
+            registers = gemm.registers_at_launch(form.gemm)
+            yield MachineCode("sm90_moe_nvfp4", form, registers, more=_is_sound, slow=slow)
+    for target in TARGETS:
+        for tile in {tactic.rows for tactic in facts.TACTICS[target]}:
+            for name, launched in (("PLAN", 2), ("GATHER", 1)):
+                ordered = RowsForm(tile, target)
+                yield MachineCode(
+                    f"simt_moe_rows.{name}", ordered, launched=launched, slow=tile != 16
+                )
+        for weighted, shared in product((False, True), (False, True)):
+            summed = CombineForm(6, weighted, shared, target)
+            yield MachineCode("simt_moe_rows.COMBINE", summed, slow=not (weighted and shared))
+
+
+def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
+    kept: dict[str, MachineCode] = {}
+    for code in codes:
+        if code.name not in kept or kept[code.name].slow:
+            kept[code.name] = code
+    return list(kept.values())
+
+
+CODE = _once(_code())
+
+
+# ---- cases ---------------------------------------------------------------------------------------
+
+
+def _cases(target: str, tactics: Sequence[GemmTactic], tokens: Sequence[int]) -> Iterator[Case]:
+    for choice, weighting, tactic in product(checks.CHOICES, facts.WEIGHTINGS, tactics):
+        alone = MoeProblem(700, 352, 416, 8, 1, 8, 10.0, weighting)
+        yield Case(alone, choice, 3, tactic, target=target)
+    for model, count in product(MODELS, tokens):
+        weighting = BEFORE_W2 if count == 17 else AFTER_W2
+        yield Case(problem_of(model, count, weighting), "skewed", target=target)
+    for count in (1, 8, 300):
+        yield Case(MoeProblem(count, 256, 256, 8, 2, 8, 10.0), shared=True, target=target)
+    for seed, experts in enumerate((1, 7, 16)):
+        elsewhere = MoeProblem(333, 320, 288, experts, 4, 32, 10.0)
+        yield Case(elsewhere, "even", seed, target=target)
+
+
+def _launched(case: Case) -> Any:
+    return checks.on_device(case, checks.given_of(case))
+
+
+def _judged(target: str, cases: Iterator[Case], seeds: int, devices: Any) -> Judged:
+    return Judged(
+        f"{checks.ARCHITECTURES[target]}_moe_nvfp4", list(cases), checks.mismatch,
+        lambda seed, count: checks.fuzzed(seed, count, target), seeds, 40, _launched, 10, devices,
+    )  # fmt: skip
+
+
+# FC2 in other tiles than the table's.
+OF_SECOND = [replace(facts.TACTICS["sm_100a"][0], columns=columns) for columns in (64, 192, 256)]
+JUDGED = [
+    _judged(
+        "sm_90a",
+        _cases("sm_90a", [*facts.TILES["sm_90a"].values()], (1, 17, 400, 2048)), 10, HOPPER,
+    ),
+    _judged("sm_100a", _cases("sm_100a", OF_SECOND, (1, 17, 2048)), 3, BLACKWELL),
+]  # fmt: skip
+DETECTIONS: list[Any] = []
+
+
+# ---- replays -------------------------------------------------------------------------------------
+
+
+def _replay(target: str) -> Replay:
+    """Other tokens, and other choices of them."""
+    case = Case(MoeProblem(200, 512, 384, 16, 4, 16, 10.0), "one", 1, shared=True, target=target)
+    other = replace(case, choice="skewed", seed=2)
+    given, later = checks.given_of(case), checks.given_of(other)
+    result = checks.poisoned(case, given)
+
+    def tensors(of: checks.MoeInputs) -> list[Tensor]:
+        return list(of.operands.values())
+
+    def mismatch() -> str:
+        return checks.difference(other, given, result)
+
+    return Replay(
+        lambda: checks.launch(case, given, result), tensors(given), result.out,
+        [Round(tensors(later), mismatch=mismatch)], scratch=result.workspace, poison=0xFF,
+    )  # fmt: skip
+
+
+REPLAYS = [
+    ReplayCase("sm90_moe_nvfp4", partial(_replay, "sm_90a"), HOPPER),
+    ReplayCase("sm100_moe_nvfp4", partial(_replay, "sm_100a"), BLACKWELL),
+]
