@@ -11,29 +11,22 @@ here), earlier rows from the ring that the sequence carries.
 * `keep_kernel`: then writes the newest rows into every ring, after all windows have read them (PDL
   wait). With one token a sequence `pool_kernel` does both.
 
-`compressor` adds kv_write: norm, RoPE, quantise, store by slot. The indexer's keys use the same
-with E = 128 and "bf16" entries. Never waits for the GPU and allocates nothing where outputs are
-given, so a launch may be captured in a graph; what changes between replays lies in tensors. Shape
-letters as in the problem; N pages of a table.
+Then kv_write norms, rotates, quantises and stores by slot. The indexer's keys use the same with
+E = 128 and "bf16" entries. What changes between replays of a graph lies in tensors. Shape letters
+as in the problem; N pages of a table.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
-from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.cache import problem as facts
-from degarble.kernels.cache import simt_kv_write
 from degarble.kernels.cache.problem import CHANNELS_OF_THREAD, ROWS_AT_ONCE, PoolForm, PoolProblem
 from degarble.kernels.primitives.device_words import power, rounded_words, store, vectors
-from degarble.kernels.primitives.kv_problem import Pages, WriteProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Storage
 from degarble.kernels.runtime.pdl import EARLY, follow, let_follow, wait_for_front
 
@@ -255,41 +248,9 @@ def write_kept(
 
 
 # --------------------------------------------------------------------------------------------------
-# Operands and results.
+# Kernels.
 
 KEEPING_THREADS = 128
-
-
-class Windows(NamedTuple):
-    """Windows that may close, their tokens and sequences, and where their entries go.
-
-    `closing` names tokens, numbered over all sequences; one that closes nothing, or -1, is skipped.
-    With one token a sequence and W = B, `closing` and `owners` are not read: window b is that of
-    sequence b. Entry e of a sequence has slot `table[b, e // entries] * entries + e % entries`.
-    """
-
-    closing: Tensor  # int32 [W]
-    owners: Tensor  # int32 [W], the sequence of each
-    starts: Tensor  # int64 [B], position of each sequence's first new token
-    offsets: Tensor  # int32 [B + 1], number of that token, and T
-    ring_of: Tensor  # int32 [B], -1: nothing is carried
-    table: Tensor  # int32 [B, N], -1: no page
-
-
-class Carried(NamedTuple):
-    """Pooled operands: projections of this call, the gates' bias, and the rings."""
-
-    projected: Tensor  # float32 [T, 2 F]: latents, then gates without their bias
-    ape: Tensor  # float32 [ratio, F]
-    rings: Tensor  # float32 [S, R, 2 F]: latents, then gates with their bias
-
-
-class Entries(NamedTuple):
-    """Results of `pool`."""
-
-    values: Tensor  # BF16 [W, E], pooled
-    positions: Tensor  # int64 [W], of the window's first token
-    slots: Tensor  # int64 [W], -1: none
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -539,32 +500,6 @@ def launch_pool(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CompressorProblem:
-    """Pooling, and how its entries are written into pages of the cache."""
-
-    pool: PoolProblem
-    pages: Pages
-    positions: int  # rows of the table of turns, which are those of compressed layers
-    epsilon: float = 1e-6
-    weight: str = "bf16"
-
-    @property
-    def write(self) -> WriteProblem:
-        """Return the problem of kv_write."""
-        return WriteProblem(
-            self.pool.windows, self.pages, self.positions, self.epsilon, self.weight
-        )
-
-    def __post_init__(self) -> None:
-        if self.pages.width != self.pool.width:
-            raise InvalidArgument(
-                "width of cache rows", self.pages.width, f"{self.pool.width}, as entries have",
-                "Build the pages for the compressor's entries.",
-            )  # fmt: skip
-        assert self.write
-
-
 def _numbers(of: LaunchContext[PoolProblem, PoolForm]) -> tuple[Any, ...]:
     problem, table = of.problem, of.tensors["table"]
     assert table is not None
@@ -580,6 +515,11 @@ def _of_sequences(problem: PoolProblem) -> tuple[int, ...]:
     return (problem.sequences,)
 
 
+# `closing` names tokens that may close a window, numbered over all sequences, and `owners` their
+# sequences; one that closes nothing, or -1, is skipped. With one token a sequence and W = B neither
+# is read: window b is that of sequence b. A ring is -1 where nothing is carried, and so is a page
+# of `table`: entry e of a sequence has slot `table[b, e // entries] * entries + e % entries`.
+# Pooled rows have the position of their window's first token, and a slot, -1 where there is none.
 _Operand = Operand[PoolProblem]
 _FLOATS, _VALUES = Storage(Float32, torch.float32, 16), Storage(Uint32, torch.bfloat16, 16)
 _WORDS, _PLACES = Storage(Int32, torch.int32, 4), Storage(Int64, torch.int64, 8)
@@ -605,44 +545,3 @@ KERNEL = Kernel[PoolProblem, PoolForm](
     work=lambda problem: problem.sequences,
 )
 compile_form = KERNEL.compile_form
-
-
-def pool(
-    carried: Carried,
-    windows: Windows,
-    problem: PoolProblem,
-    settings: CompileSettings,
-    *,
-    page_entries: int = 1,
-    out: Entries | None = None,
-) -> Entries:
-    """Pool on the GPU and update the rings; slots count pages of `page_entries` entries."""
-    problem = replace(problem, page_entries=page_entries)
-    given = carried._asdict() | windows._asdict()
-    return Entries(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
-
-
-def empty_entries(problem: PoolProblem, device: torch.device) -> Entries:
-    """Allocate the results of `pool`."""
-    return Entries(*KERNEL.allocate(problem, device).values())
-
-
-def compressor(
-    carried: Carried,
-    windows: Windows,
-    norm: tuple[Tensor, Tensor],
-    cache_NB: Tensor,
-    problem: CompressorProblem,
-    settings: CompileSettings,
-) -> Entries:
-    """Pool, norm, rotate, quantise and store; `norm` is the weight [E] and RoPE table [P, 64].
-
-    Returns `pool`'s entries. To capture without allocating, call `pool` with `out`, then kv_write.
-    """
-    made = pool(carried, windows, problem.pool, settings, page_entries=problem.pages.entries)
-    weight, turns = norm
-    simt_kv_write.KERNEL.run(
-        problem.write, settings, values=made.values, weight=weight, turns=turns,
-        positions=made.positions, slots=made.slots, cache=cache_NB,
-    )  # fmt: skip
-    return made

@@ -9,8 +9,7 @@ largest magnitude and stays NaN as a code. With `turned`, rows are heads side by
 RoPE as in simt_inverse_rope rotates the last 64 values of each first; a position outside the table
 makes them NaN.
 
-The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
-graph. Shape letters: M rows, K columns, G = K / 128 blocks.
+Shape letters: M rows, K columns, G = K / 128 blocks.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
@@ -42,7 +40,6 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.primitives.quantise_problem import Fp8Form, Fp8Problem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 
 SCALES = {
@@ -59,13 +56,6 @@ class HeadVectors(NamedTuple):
     table: Any
     positions: Any
     known: Any
-
-
-class Fp8Quantised(NamedTuple):
-    """Outputs of a launch: codes as torch.float8_e4m3fn [M, K], scales [M, G]."""
-
-    codes: Tensor
-    scales: Tensor
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -228,25 +218,3 @@ KERNEL = Kernel[Fp8Problem, Fp8Form](
     work=lambda problem: problem.rows,
 )
 compile_form = KERNEL.compile_form
-
-
-def quantise_fp8(
-    values_MK: Tensor,
-    problem: Fp8Problem,
-    settings: CompileSettings,
-    *,
-    out: Fp8Quantised | None = None,
-    turns: tuple[Tensor, Tensor] | None = None,
-) -> Fp8Quantised:
-    """Quantise BF16 values, or gate and up halves, as the problem says, on their GPU.
-
-    With `turned`, `turns` is the RoPE table, float32 [P, 64], and positions, int64 [M].
-    """
-    table, positions = turns or (None, None)
-    given = {"values": values_MK, "turns": table, "positions": positions}
-    return Fp8Quantised(**KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)))
-
-
-def empty_outputs(problem: Fp8Problem, device: torch.device) -> Fp8Quantised:
-    """Allocate the outputs uninitialised; the kernel writes every byte."""
-    return Fp8Quantised(**KERNEL.allocate(problem, device))

@@ -1,11 +1,8 @@
 """Embedding lookup: out[t] = table[id[t]], BF16 rows copied in 16-byte vectors.
 
 One source for sm_90a and sm_100a. A token has one thread block, or several for a long row; each
-thread has four vectors in flight. Ids are int32 or int64. On the GPU an id outside the table gives
-a row of zeros; ids on the CPU are checked there and then copied, which waits.
-
-With ids on the GPU it never waits, so it may be captured in a graph. Shape letters: T tokens, V
-rows of the table, K columns.
+thread has four vectors in flight. Ids are int32 or int64; one outside the table gives a row of
+zeros. Shape letters: T tokens, V rows of the table, K columns.
 """
 
 from typing import Any
@@ -14,12 +11,9 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
-from torch import Tensor
 
-from degarble.harness.base.errors import InvalidArgument
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import EmbedForm, EmbedProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 from degarble.kernels.runtime.operands import DTYPES
 
@@ -105,37 +99,3 @@ KERNEL = Kernel[EmbedProblem, EmbedForm](
     takes_form=False,
 )
 compile_form = KERNEL.compile_form
-
-
-def embed(
-    id_T: Tensor,
-    table_VK: Tensor,
-    problem: EmbedProblem,
-    settings: CompileSettings,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return the rows [T, K] that the ids name, on the table's GPU; ids outside give zeros.
-
-    Ids on the CPU raise if outside; the others are copied to the GPU, which waits.
-    """
-    outputs = KERNEL.outputs(out)
-    if id_T.device.type == "cpu":
-        outputs = outputs or KERNEL.allocate(problem, table_VK.device)
-        KERNEL.require(problem, {"ids": id_T, "table": table_VK, **outputs})
-        require_ids_inside(id_T, problem)
-        id_T = id_T.to(table_VK.device)
-    return KERNEL.run_one(problem, settings, ids=id_T, table=table_VK, **outputs)
-
-
-def require_ids_inside(id_T: Tensor, problem: EmbedProblem) -> None:
-    """Raise on ids on the CPU that are outside the table."""
-    outside = (id_T < 0) | (id_T >= problem.vocabulary)
-    if bool(outside.any()):
-        at = int(outside.nonzero()[0])
-        raise InvalidArgument(
-            f"id of token {at}",
-            int(id_T[at]),
-            f"0 to {problem.vocabulary - 1}, a row of the table",
-            "Use the tokenizer that belongs to the checkpoint.",
-        )

@@ -25,7 +25,7 @@ from degarble.kernels.runtime.operands import (
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -246,14 +246,6 @@ class Kernel(Generic[P, F]):
             )
 
         return cache(compile_form)
-
-    def outputs(self, out: Sequence[Tensor | None] | Tensor | None) -> dict[str, Tensor | None]:
-        """Return results that a caller provides by name: all in their order, or none."""
-        if out is None:
-            return {}
-        given = (out,) if isinstance(out, torch.Tensor) else out
-        names = [operand.name for operand in self.operands if operand.output is True]
-        return dict(zip(names, given, strict=True))
 
     def require(self, problem: P, tensors: Operands) -> None:
         """Raise on tensors that the kernel would misread."""

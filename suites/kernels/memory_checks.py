@@ -32,7 +32,7 @@ from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.quantise_problem import SCALES, Fp8Problem
 from degarble.kernels.rows.problem import EmbedProblem, ScaleProblem
 from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings, current_stream
-from degarble.kernels.runtime.modules import MODULES, module_of
+from degarble.kernels.runtime.modules import MODULES, kernel_named, module_of
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.kernels import (
     cache_checks,
@@ -225,15 +225,15 @@ def _sums() -> None:
 def _quantised() -> None:
     for case in quantise_checks.fuzzed(SEED, 10):
         quantise_checks.on_device(case)
-    fp8 = import_module("degarble.kernels.quantise.simt_quantise_fp8")
+    fp8 = kernel_named("simt_quantise_fp8")
     for scales in SCALES:
-        fp8.quantise_fp8(_normal(7, 384), Fp8Problem(7, 384, scales), SETTINGS)
+        fp8.run(Fp8Problem(7, 384, scales), SETTINGS, values=_normal(7, 384))
 
 
 def _looked_up() -> None:
-    embed, slots = (import_module(module_of(f"simt_{name}")) for name in ("embed", "slots"))
+    embed, slots = map(kernel_named, ("simt_embed", "simt_slots"))
     id_T = torch.tensor([0, 99, -1, 100, 7], device="cuda")
-    embed.embed(id_T, _normal(100, 264), EmbedProblem(5, 100, 264), SETTINGS)
+    embed.run(EmbedProblem(5, 100, 264), SETTINGS, ids=id_T, table=_normal(100, 264))
     for kind in KINDS:
         problem = SlotsProblem(5, 33, kind, 2, 40, 4)
         positions = torch.tensor([0, 5, 39, 40, 700], device="cuda")
@@ -242,7 +242,7 @@ def _looked_up() -> None:
         numbers = torch.randint(-2, 43, (5, 33), device="cuda").int()
         given = {"positions": positions, "owners": owners, "table": table}
         given |= {"numbers": numbers} if kind == "chosen" else {}
-        slots.KERNEL.run(problem, SETTINGS, **given)
+        slots.run(problem, SETTINGS, **given)
 
 
 def _normal(*shape: int) -> Any:

@@ -22,6 +22,7 @@ import torch
 from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache.problem import PoolProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.references import sparse_attention
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import latent_checks as plain
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 SETTINGS = CompileSettings()
 BUDGET = 4e-6
 PAGE = 3  # entries
+WINDOWS = ("closing", "owners", "starts", "offsets", "ring_of", "table")
 POISON = 7.0
 SPREADS = ("ordinary", "sharp", "equal")
 
@@ -172,7 +174,8 @@ def call_of(case: Case, part: tuple[list[int], list[int], list[int]], rings: Ten
             closing[1] = -1  # a window is not asked for twice
     pieces = [case.rows[b][s : s + n] for b, s, n in zip(active, starts, counts, strict=True)]
     offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    problem = PoolProblem(tokens, len(active), len(closing), rings.shape[0], case.ratio, case.width)
+    counts_of = (tokens, len(active), len(closing), rings.shape[0])
+    problem = PoolProblem(*counts_of, case.ratio, case.width, page_entries=PAGE)
     ring_of = torch.tensor([case.ring_of[b] for b in active], dtype=torch.int32)
     windows = (
         *(closing, owners, torch.tensor(starts), offsets, ring_of),
@@ -181,17 +184,21 @@ def call_of(case: Case, part: tuple[list[int], list[int], list[int]], rings: Ten
     return Call(problem, torch.cat(pieces), case.ape, rings, windows)
 
 
+def operands_of(call: Call) -> dict[str, Tensor]:
+    """Return a call's operands by name, on the GPU."""
+    made = {"projected": call.projected, "ape": call.ape, "rings": call.rings}
+    made |= dict(zip(WINDOWS, call.windows, strict=True))
+    return {name: tensor.cuda() for name, tensor in made.items()}
+
+
 def on_device(call: Call) -> Made:
     """Run a call on the GPU."""
-    from degarble.kernels.cache import simt_compressor as kernels  # noqa: PLC0415  needs the DSL
-
-    carried = kernels.Carried(call.projected.cuda(), call.ape.cuda(), call.rings.cuda())
-    windows = kernels.Windows(*(tensor.cuda() for tensor in call.windows))
-    out = kernels.empty_entries(call.problem, torch.device("cuda"))
-    for tensor in out:
+    kernel, given = kernel_named("simt_compressor"), operands_of(call)
+    out = kernel.allocate(call.problem, torch.device("cuda"))
+    for tensor in out.values():
         tensor.fill_(POISON)
-    kernels.pool(carried, windows, call.problem, SETTINGS, page_entries=PAGE, out=out)
-    return Made(*(tensor.cpu() for tensor in (*out, carried.rings)))
+    kernel.run(call.problem, SETTINGS, **given, **out)
+    return Made(*(tensor.cpu() for tensor in (*out.values(), given["rings"])))
 
 
 def by_stated_order(call: Call) -> Made:

@@ -19,7 +19,7 @@ from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.cache import compressor_checks as pooling
 from degarble.suites.kernels.cache import paged_pool_checks as paged
 from degarble.suites.kernels.cache.compressor_checks import Case
-from degarble.suites.kernels.contract import SETTINGS, kernels_of
+from degarble.suites.kernels.contract import SETTINGS
 
 pytestmark = pytest.mark.needs("cutlass")
 
@@ -145,12 +145,6 @@ def test_every_byte_of_a_foreign_cache_with_keys_decodes(entry: str) -> None:
 # ---- the compressor, over rings ------------------------------------------------------------------
 
 
-def test_rows_of_another_width_are_refused() -> None:
-    problem = PoolProblem(14, 2, 2, 3, 4, 128)
-    with pytest.raises(InvalidArgument, match="width of cache rows"):
-        kernels_of("simt_compressor").CompressorProblem(problem, Pages("fp8", 64, 1), 5)
-
-
 def test_the_stated_order_is_near_the_definition_and_faults_are_detected() -> None:
     chosen = [case for case in pooling.cases() if case.width == 128]
     for case in (*chosen, *pooling.fuzzed(1, 10)):
@@ -232,67 +226,41 @@ def test_a_prefix_goes_on_by_its_ring(ratio: int) -> None:
 
 @pytest.mark.h200
 @pytest.mark.b200
-@pytest.mark.parametrize("entry", ["fp8", "nvfp4", "bf16"])
-@pytest.mark.parametrize("width", [512, 128])
-def test_what_is_stored_is_kv_writes_of_the_pooled(width: int, entry: str) -> None:
-    kernels = kernels_of("simt_compressor")
-    case = pooling.Case(4, width, ((70, 33),), seed=5)
-    call = pooling.call_of(case, pooling.calls(case)[0], torch.full((3, 8, 4 * width), torch.nan))
-    pages = Pages(entry, pooling.PAGE, int(case.table.max()) + 1, width=width)
-    problem = kernels.CompressorProblem(call.problem, pages, 80)
-    of_writing = checks.Case(problem.write, seed=5)
-    cache = of_writing.cache().cuda()
-    carried = kernels.Carried(call.projected.cuda(), call.ape.cuda(), call.rings.cuda())
-    windows = kernels.Windows(*(tensor.cuda() for tensor in call.windows))
-    assert of_writing.weight is not None
-    assert of_writing.turns is not None
-    norm = (of_writing.weight.cuda(), of_writing.turns.cuda())
-    made = kernels.compressor(carried, windows, norm, cache, problem, SETTINGS)
-    for name, tensor in made._asdict().items():
-        of_writing.__dict__[name] = tensor.cpu()
-    assert torch.equal(cache.cpu(), checks.by_definition(of_writing))
-    assert int((made.slots >= 0).sum()) == 70 // 4 + 33 // 4
-
-
-@pytest.mark.h200
-@pytest.mark.b200
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_a_graph_decodes_on(ratio: int) -> None:
     """One captured step of decode, replayed past a window's end, is the eager one."""
-    kernels = kernels_of("simt_compressor")
+    kernel = kernel_named("simt_compressor")
     steps = ((2 * ratio - 3, ratio - 2),) + ((1, 1),) * 6
     case = pooling.Case(ratio, 512, steps, seed=7)
     parts = pooling.calls(case)
     rings = torch.full((3, *pooling._ring(case)), torch.nan)
     rings = pooling.on_device(pooling.call_of(case, parts[0], rings)).rings
     call = pooling.call_of(case, parts[1], rings)
-    carried = kernels.Carried(call.projected.cuda(), call.ape.cuda(), rings.cuda())
-    windows = kernels.Windows(*(tensor.cuda() for tensor in call.windows))
-    out = kernels.empty_entries(call.problem, torch.device("cuda"))
+    given, problem = pooling.operands_of(call), call.problem
+    out = kernel.allocate(problem, torch.device("cuda"))
 
     def step() -> None:
-        told = (call.problem, SETTINGS)
-        kernels.pool(carried, windows, *told, page_entries=pooling.PAGE, out=out)
+        kernel.run(problem, SETTINGS, **given, **out)
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    carried.rings.copy_(rings)
+    given["rings"].copy_(rings)
     closed = 0
     for part in parts[1:]:
         call = pooling.call_of(case, part, rings)
         want = pooling.on_device(call)
-        carried.projected.copy_(call.projected)
-        windows.starts.copy_(call.windows[2])
+        given["projected"].copy_(call.projected)
+        given["starts"].copy_(call.windows[2])
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(out.slots.cpu(), want.slots)
+        assert torch.equal(out["places"].cpu(), want.slots)
         live = want.slots >= 0
         closed += int(live.sum())
-        got, bits = out.values.cpu()[live], want.values[live]
+        got, bits = out["pooled"].cpu()[live], want.values[live]
         assert torch.equal(plain.bits(got), plain.bits(bits))
-        assert torch.equal(carried.rings.cpu().view(torch.int32), want.rings.view(torch.int32))
+        assert torch.equal(given["rings"].cpu().view(torch.int32), want.rings.view(torch.int32))
         rings = want.rings
     assert closed
 
@@ -300,16 +268,13 @@ def test_a_graph_decodes_on(ratio: int) -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 def test_no_tokens_launch_nothing() -> None:
-    kernels = kernels_of("simt_compressor")
-    problem = PoolProblem(0, 0, 0, 1, 4, 128)
-    carried = kernels.Carried(
-        *(torch.zeros(shape, device="cuda") for shape in ((0, 512), (4, 256), (1, 8, 512)))
-    )
-    words = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (0, 0, 1, 0)]
-    starts = torch.zeros(0, dtype=torch.int64, device="cuda")
-    table = torch.zeros(0, 2, dtype=torch.int32, device="cuda")
-    windows = kernels.Windows(words[0], words[1], starts, words[2], words[3], table)
-    assert kernels.pool(carried, windows, problem, SETTINGS).values.shape == (0, 128)
+    words = [torch.zeros(n, dtype=torch.int32) for n in (0, 0, 1, 0)]
+    starts, table = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int32)
+    windows = (words[0], words[1], starts, words[2], words[3], table)
+    projected, ape, rings = (torch.zeros(of) for of in ((0, 512), (4, 256), (1, 8, 512)))
+    call = pooling.Call(PoolProblem(0, 0, 0, 1, 4, 128), projected, ape, rings, windows)
+    made = kernel_named("simt_compressor").run(call.problem, SETTINGS, **pooling.operands_of(call))
+    assert made["pooled"].shape == (0, 128)
 
 
 # ---- the compressor, over paged states -----------------------------------------------------------

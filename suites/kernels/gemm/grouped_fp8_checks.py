@@ -25,6 +25,7 @@ from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem
 from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels import gemm_checks
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.gemm.grouped_checks import difference
@@ -107,27 +108,27 @@ def operands(case: Case) -> Any:
 def coded(case: Case, given: Any) -> tuple[Tensor, Tensor]:
     """Return codes and scales of heads that are turned back first."""
     rope = import_module("degarble.kernels.rows.simt_inverse_rope")
-    kernel = import_module("degarble.kernels.quantise.simt_quantise_fp8").quantise_fp8
+    kernel = kernel_named("simt_quantise_fp8")
     p, width = case.problem, case.shape[3]
     heads = p.groups * p.inner // width
     back = InverseRopeProblem(p.tokens, heads, POSITIONS, width=width)
     given_heads = given.a.view(p.tokens, heads, width)
     fields = {"heads": given_heads, "turns": given.turns, "positions": given.positions}
     turned = rope.KERNEL.run_one(back, SETTINGS, **fields)
-    codes, scales = kernel(
-        turned.flatten(1), Fp8Problem(p.tokens, p.groups * p.inner, p.scales), SETTINGS
-    )
-    return codes, scales
+    problem = Fp8Problem(p.tokens, p.groups * p.inner, p.scales)
+    made = kernel.run(problem, SETTINGS, values=turned.flatten(1))
+    return made["codes"], made["scales"]
 
 
 def coded_at_once(case: Case, given: Any) -> tuple[Tensor, Tensor]:
     """Return codes and scales of heads that are turned back on their way."""
-    kernel = import_module("degarble.kernels.quantise.simt_quantise_fp8").quantise_fp8
+    kernel = kernel_named("simt_quantise_fp8")
     p, head = case.problem, case.shape[3]
     wide = p.groups * p.inner
     problem = Fp8Problem(p.tokens, wide, p.scales, turned=head, positions=POSITIONS)
-    codes, scales = kernel(given.a, problem, SETTINGS, turns=(given.turns, given.positions))
-    return codes, scales
+    turning = {"turns": given.turns, "positions": given.positions}
+    made = kernel.run(problem, SETTINGS, values=given.a, **turning)
+    return made["codes"], made["scales"]
 
 
 def launched(case: Case, given: Any) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import kernel_named
 from degarble.kernels.runtime.targets import SM90A, SM100A
-from degarble.suites.kernels.contract import SETTINGS, kernels_of
+from degarble.suites.kernels.contract import SETTINGS, kernels_of, poison, same_bits
 from degarble.suites.kernels.quantise import quantise_checks as checks
 
 if TYPE_CHECKING:
@@ -51,35 +51,34 @@ def drawn(rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("scales", facts.SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_byte_is_canonical(shape: tuple[int, int], scales: str) -> None:
-    kernels = kernels_of("simt_quantise_fp8")
-    x = drawn(*shape)
-    problem = Fp8Problem(*shape, scales)
-    out = kernels.empty_outputs(problem, x.device)
-    for each in out:
-        each.view(torch.uint8).fill_(0xFF)
-    made = kernels.quantise_fp8(x, problem, SETTINGS, out=out)
+    kernel, x, problem = (
+        kernel_named("simt_quantise_fp8"),
+        drawn(*shape),
+        Fp8Problem(*shape, scales),
+    )
+    out = kernel.allocate(problem, x.device)
+    poison(out, 0xFF)
+    made = kernel.run(problem, SETTINGS, values=x, **out)
     want = quantise(x.float(), FORMATS[scales], CANONICAL)
-    assert torch.equal(made.codes.view(torch.uint8), want.codes.view(torch.uint8))
-    assert torch.equal(made.scales.view(torch.uint8), want.block_scale.view(torch.uint8))
-    assert not torch.equal(made.codes.view(torch.uint8).roll(1, 1), want.codes.view(torch.uint8))
+    assert same_bits(made, {"codes": want.codes, "scales": want.block_scale})
+    codes = made["codes"].view(torch.uint8)
+    assert not torch.equal(codes.roll(1, 1), want.codes.view(torch.uint8))
 
 
 @pytest.mark.h200
 @pytest.mark.b200
 @pytest.mark.parametrize("limit", [None, 10.0])
 def test_swiglu_is_that_of_the_nvfp4_kernel(limit: float | None) -> None:
-    kernels = kernels_of("simt_quantise_fp8")
-    other = kernels_of("simt_quantise_nvfp4")
+    kernel, other = map(kernel_named, ("simt_quantise_fp8", "simt_quantise_nvfp4"))
     halves = (torch.randn(65, 1024, device="cuda") * 6).bfloat16()
     problem = QuantiseProblem(65, 512, source="swiglu", limit=limit, keeps_values=True)
     one = torch.ones(1, device="cuda")
-    values = other.KERNEL.run(problem, SETTINGS, values=halves, decode_scale=one)["kept"]
+    values = other.run(problem, SETTINGS, values=halves, decode_scale=one)["kept"]
     for scales in facts.SCALES:
         given = Fp8Problem(65, 512, scales, "swiglu", limit)
-        fused = kernels.quantise_fp8(halves, given, SETTINGS)
-        plain = kernels.quantise_fp8(values, Fp8Problem(65, 512, scales), SETTINGS)
-        for a, b in zip(fused, plain, strict=True):
-            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        fused = kernel.run(given, SETTINGS, values=halves)
+        plain = kernel.run(Fp8Problem(65, 512, scales), SETTINGS, values=values)
+        assert same_bits(fused, plain)
 
 
 def test_sixteens_that_turn_are_the_last_of_a_head() -> None:
@@ -94,24 +93,21 @@ def test_sixteens_that_turn_are_the_last_of_a_head() -> None:
 @pytest.mark.parametrize("scales", facts.SCALES)
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 8, 512), (7, 8, 128), (333, 16, 512)])
 def test_heads_are_turned_back_first(tokens: int, heads: int, width: int, scales: str) -> None:
-    kernels = kernels_of("simt_quantise_fp8")
-    rope = kernels_of("simt_inverse_rope")
+    kernel, rope = map(kernel_named, ("simt_quantise_fp8", "simt_inverse_rope"))
     values, known = drawn(tokens, heads * width), 50
     turns = torch.randn(known, 64, device="cuda")
     positions = torch.randint(known, (tokens,), device="cuda")
     positions[3:4] = known  # outside of the table: NaN
     back = InverseRopeProblem(tokens, heads, known, width=width)
     given = values.view(tokens, heads, width)
-    fields = {"heads": given, "turns": turns, "positions": positions}
-    turned = rope.KERNEL.run_one(back, SETTINGS, **fields).flatten(1)
+    turning = {"turns": turns, "positions": positions}
+    turned = rope.run_one(back, SETTINGS, heads=given, **turning).flatten(1)
     plain = Fp8Problem(tokens, heads * width, scales)
-    want = kernels.quantise_fp8(turned, plain, SETTINGS)
     problem = replace(plain, turned=width, positions=known)
-    made = kernels.quantise_fp8(values, problem, SETTINGS, turns=(turns, positions))
-    for a, b in zip(made, want, strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    other = kernels.quantise_fp8(values, plain, SETTINGS)
-    assert not torch.equal(made.codes.view(torch.uint8), other.codes.view(torch.uint8))
+    made = kernel.run(problem, SETTINGS, values=values, **turning)
+    assert same_bits(made, kernel.run(plain, SETTINGS, values=turned))
+    other = kernel.run(plain, SETTINGS, values=values)
+    assert not same_bits(made["codes"], other["codes"])
 
 
 @pytest.mark.h200
@@ -122,9 +118,10 @@ def test_planted_faults_of_turned_heads_are_caught(
 ) -> None:
     kernels = kernels_of("simt_quantise_fp8")
     values, turns = drawn(33, 1024), torch.randn(9, 64, device="cuda")
-    given = (turns, torch.randint(9, (33,), device="cuda"))
+    given = {"values": values, "turns": turns}
+    given["positions"] = torch.randint(9, (33,), device="cuda")
     problem = Fp8Problem(33, 1024, turned=512, positions=9)
-    whole = kernels.quantise_fp8(values, problem, SETTINGS, turns=given)
+    whole = kernels.KERNEL.run(problem, SETTINGS, **given)
     if fault == "forth instead of back":
         true = kernels.turned_words
         monkeypatch.setattr(
@@ -135,8 +132,8 @@ def test_planted_faults_of_turned_heads_are_caught(
         monkeypatch.setattr(facts, "group_of", lambda part, width: of(part + step, width))
     uncached = kernels.compile_form.__wrapped__
     monkeypatch.setitem(vars(kernels.KERNEL), "compile_form", uncached)
-    made = kernels.quantise_fp8(values, problem, SETTINGS, turns=given)
-    assert not torch.equal(made.codes.view(torch.uint8), whole.codes.view(torch.uint8))
+    made = kernels.KERNEL.run(problem, SETTINGS, **given)
+    assert not same_bits(made["codes"], whole["codes"])
 
 
 # ---- to NVFP4, fused or not ---------------------------------------------------------------------

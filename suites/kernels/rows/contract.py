@@ -36,7 +36,6 @@ from degarble.suites.kernels.contract import (
     Replay,
     ReplayCase,
     Round,
-    kernels_of,
 )
 from degarble.suites.kernels.rows import (
     head_checks,
@@ -223,8 +222,8 @@ def _replay_embed() -> Replay:
         given_T = torch.arange(start, start + 64_000, 1000)
         given_T[-1] = 399_999
         rounds.append(Round([given_T], lambda: table[id_T]))
-    embed = kernels_of("simt_embed").embed
-    return Replay(lambda: embed(id_T, table, shape, SETTINGS, out=out), [id_T], out, rounds)
+    kernel, given = kernel_named("simt_embed"), {"ids": id_T, "table": table, "out": out}
+    return Replay(lambda: kernel.run(shape, SETTINGS, **given), [id_T], out, rounds)
 
 
 def _replay_heads(kind: str) -> Replay:

@@ -220,12 +220,6 @@ def _quantise_cases() -> Iterator[LaunchCase]:
         yield LaunchCase("simt_quantise_fp8", fp8_problem, given, target)
 
 
-def _quantise_fp8(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    turns = (t["turns"], t.get("positions")) if t.get("turns") is not None else None
-    out = m.Fp8Quantised(t["codes"], t["scales"]) if "codes" in t else None
-    return m.quantise_fp8(t["values"], p, SETTINGS, turns=turns, out=out)
-
-
 def _cache_cases() -> Iterator[LaunchCase]:
     for entry, width in (("fp8", 512), ("nvfp4", 512), ("bf16", 512), ("bf16", 128)):
         pages = Pages(entry, 64, 2, width=width)
@@ -285,12 +279,6 @@ def _pool_cases() -> Iterator[LaunchCase]:
             "pooled": Given(BF16, (5, width)), "firsts": tokens, "places": tokens,
         }  # fmt: skip
         yield LaunchCase("simt_paged_pool", paged, fields | out)
-
-
-def _pool(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    carried = m.Carried(*(t[name] for name in m.Carried._fields))
-    windows = m.Windows(*(t[name] for name in m.Windows._fields))
-    return m.pool(carried, windows, p, SETTINGS, page_entries=p.page_entries)
 
 
 def _attention_cases() -> Iterator[LaunchCase]:
@@ -397,8 +385,8 @@ def _by_name(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
 
 PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_attention_merge": _by_name,
-    "simt_compressor": _pool,
-    "simt_embed": lambda m, p, t: m.embed(t["ids"], t["table"], p, SETTINGS, out=t.get("out")),
+    "simt_compressor": _by_name,
+    "simt_embed": _by_name,
     "simt_indexer_operand": _by_name,
     "simt_indexer_topk": _by_name,
     "simt_inverse_rope": _by_name,
@@ -409,7 +397,7 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_mhc_project": _by_name,
     "simt_paged_pool": _by_name,
     "simt_qnorm_rope": _by_name,
-    "simt_quantise_fp8": _quantise_fp8,
+    "simt_quantise_fp8": _by_name,
     "simt_quantise_nvfp4": _by_name,
     "simt_residual_norm": _by_name,
     "simt_rmsnorm": _by_name,
