@@ -108,6 +108,7 @@ class Switches:
     decoded_operands: DecodedOperands = DecodedOperands.EXACT  # others: emulated quantisation
     operations_stored: bool = False  # every result of eager code, of a traced model
     attention_operations_stored: bool = False  # likewise, in its attention
+    expert_sums_stored: bool = False  # likewise, the sum over a token's experts after each one
     latent_norm_epsilon: float | None = None  # transformers, V3.2: 1e-6 in q_norm and kv_norm
 
     def latent_epsilon(self, configured: float) -> float:

@@ -21,7 +21,7 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.model.components import components
 from degarble.references.traced.evaluate import view_of
-from degarble.references.traced.family import STATE, is_sequential, keeps_state
+from degarble.references.traced.family import STATE, is_sequential
 from degarble.references.traced.trace import BoundaryKind
 
 if TYPE_CHECKING:
@@ -45,9 +45,12 @@ class TracedRecorder:
         self._boundaries: dict[str, list[Boundary]] = {}
         for boundary in self._graph.trace.boundaries:
             self._boundaries.setdefault(boundary.path, []).append(boundary)
-        self._exits: dict[str, ModuleExit] = {
-            module.path: module for module in self._graph.trace.modules
-        }
+        self._exits: dict[str, list[ModuleExit]] = {}
+        for module in self._graph.trace.modules:
+            self._exits.setdefault(module.path, []).append(module)
+        # A model may run a module more than once in a pass.
+        self._begun: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
         caches = [each for each in self._graph.trace.boundaries if each.kind is BoundaryKind.CACHE]
         self._caches: dict[Any, Boundary] = {cache.facts["layer"]: cache for cache in caches}
         self._passed = {
@@ -58,6 +61,8 @@ class TracedRecorder:
         self._paths: dict[int, str] = {}
         self._values: dict[int, Tensor] = {}
         self._earlier: dict[int, Tensor] = {}
+        # Inputs of recurrent components by their names [sequences, time, ...]: of all earlier calls
+        self._kept: dict[str, dict[str, Tensor]] = {}
         self._next = 0
         self._shape = (0, 0)
         self._past = 0
@@ -90,7 +95,7 @@ class TracedRecorder:
                 "Call the model with its tokens.",
             )  # fmt: skip
         cache = named.get("past_key_values")
-        self._past = int(cache.get_seq_length()) if cache is not None else 0
+        self._past = self._length_of(cache)
         self._shape = batch, time = ids.shape[0], ids.shape[1]
         positions = list(range(self._past, self._past + time)) * batch
         owners = [number for number in range(batch) for _ in range(time)]
@@ -103,6 +108,19 @@ class TracedRecorder:
         }
         self._waiting = Counter(self._wanted)
         self._next = 0
+        self._begun.clear()
+        self._left.clear()
+
+    def _length_of(self, cache: Any) -> int:
+        """Return how many tokens of each sequence came before, and drop what no cache continues."""
+        try:
+            length = 0 if cache is None else int(cache.get_seq_length())
+        except ValueError:  # a cache of recurrent states alone does not count
+            known = [rows.shape[1] for kept in self._kept.values() for rows in kept.values()]
+            length = known[0] if known and cache.has_previous_state() else 0
+        if not length:
+            self._kept.clear()
+        return length
 
     def _watch(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         signature = inspect.signature(module.forward)
@@ -110,21 +128,23 @@ class TracedRecorder:
             boundary for boundary in self._boundaries.get(path, ())
             if boundary.kind not in {BoundaryKind.ATTENTION, BoundaryKind.CACHE}
         ]  # fmt: skip
-        leaving = self._exits.get(path)
+        exits: Sequence[Boundary | ModuleExit] = boundaries or self._exits.get(path, ())
 
         def before(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             bound = signature.bind(*args, **named).arguments
-            for boundary in boundaries:
+            for boundary in boundaries[self._begun[path] :][:1]:
                 for name, ref in boundary.inputs.items():
                     self._take(ref.number, bound[name])
+            self._begun[path] += 1
             self._send()
             self._uncached()
             self._send()
 
         def after(_module: nn.Module, _args: Any, _named: Any, returned: Any) -> None:
-            outputs = boundaries[0].outputs if boundaries else leaving.outputs if leaving else ()
-            for ref, tensor in zip(outputs, _tensors(returned), strict=False):
-                self._take(ref.number, tensor)
+            for left in exits[self._left[path] :][:1]:
+                for ref, tensor in zip(left.outputs, _tensors(returned), strict=False):
+                    self._take(ref.number, tensor)
+            self._left[path] += 1
             self._send()
 
         for hook in (
@@ -136,12 +156,16 @@ class TracedRecorder:
     def attended(self, module: nn.Module, given: dict[str, Tensor], out: Tensor) -> None:
         """Take what attention is given and returns."""
         path = self._paths.get(id(module), "")
-        for boundary in self._boundaries.get(path, ()):
-            if boundary.kind is BoundaryKind.ATTENTION:
-                for name, ref in boundary.inputs.items():
-                    if name in given:
-                        self._take(ref.number, given[name])
-                self._take(boundary.outputs[0].number, out)
+        calls = [
+            each for each in self._boundaries.get(path, ()) if each.kind is BoundaryKind.ATTENTION
+        ]
+        key = f"{path}.attention"
+        for boundary in calls[self._begun[key] :][:1]:
+            for name, ref in boundary.inputs.items():
+                if name in given:
+                    self._take(ref.number, given[name])
+            self._take(boundary.outputs[0].number, out)
+        self._begun[key] += 1
         self._send()
 
     def cached(self, layer: int, new: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
@@ -172,6 +196,10 @@ class TracedRecorder:
                     self._values.setdefault(output.number, self._value(source.number))
 
     def _take(self, number: int, tensor: Any) -> None:
+        edge = self._graph.edges.get(number)
+        # Positions are known; a model may hold them once for each of several axes.
+        if edge is not None and self._graph.trace.positions in edge.sources:
+            return
         if isinstance(tensor, torch.Tensor) and number not in self._values:
             rows = self._rows(tensor, self._graph.trace.tensors[number])
             self._values[number] = rows
@@ -190,6 +218,8 @@ class TracedRecorder:
             if rows.shape[0] != self._shape[0]:  # such as angles, alike for every sequence
                 rows = rows.expand(self._shape[0], *rows.shape[1:])
             return rows.flatten(0, 1)
+        if traced.rows > 1:
+            return tensor.reshape(-1, traced.rows, *tensor.shape[1:])
         return tensor.movedim(axis, 0)
 
     def _send(self) -> None:
@@ -204,13 +234,34 @@ class TracedRecorder:
             outputs = {name: self._value(ref.number) for name, ref in traced.outputs.items()}
             if is_sequential(traced):
                 inputs |= self._state(traced)
-            if self._recorder.chooses(component.name) and not self._recorder.idle:
+            whole = not traced.is_recurrent or self._keep(component.name, inputs)
+            if whole and self._recorder.chooses(component.name) and not self._recorder.idle:
                 taken = self._recorder.before(component.name, inputs)
                 self._recorder.after(component.name, taken, inputs, outputs)
             for number in {*numbers, *self._sources(numbers)}:
                 self._waiting[number] -= 1
                 if self._waiting[number] <= 0:
                     self._values.pop(number, None)
+
+    def _keep(self, name: str, inputs: dict[str, Tensor]) -> bool:
+        """Add a recurrent component's earlier inputs to a call, and keep those of the call.
+
+        Return False where the run began before it was recorded.
+        """
+        batch, time = self._shape
+        earlier = self._kept.get(name, {})
+        if any(rows.shape[:2] != (batch, self._past) for rows in earlier.values()) or (
+            self._past and not earlier
+        ):
+            return False
+        own = [key for key in inputs if key not in {"positions", "token_offsets"}]
+        new = {key: inputs[key].unflatten(0, (batch, time)) for key in own}
+        self._kept[name] = {
+            key: torch.cat([earlier[key], rows], 1) if earlier else rows
+            for key, rows in new.items()
+        }
+        inputs |= {f"{STATE}{key}": rows.flatten(0, 1) for key, rows in earlier.items()}
+        return True
 
     def _state(self, traced: TracedComponent) -> dict[str, Tensor]:
         batch, time = self._shape
@@ -219,7 +270,7 @@ class TracedRecorder:
             for name, ref in traced.inputs.items()
             if ref.number in self._earlier
         }
-        if not keeps_state(traced):
+        if traced.kind is not BoundaryKind.CACHE:
             found = {}
         positions = torch.arange(self._past, self._past + time).repeat(batch)
         offsets = torch.arange(0, batch * time + 1, time)
@@ -281,12 +332,17 @@ def _attention_seen(recorder: TracedRecorder) -> Iterator[None]:
         function = chosen(name, default)
 
         def attention(
-            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Any = None,
+            **named: Any,
         ) -> Any:
-            made = function(module, query, key, value, mask, **named)
+            made = function(module, query, key, value, attention_mask, **named)
             given = {"query": query, "key": key, "value": value}
-            if isinstance(mask, torch.Tensor):
-                given["mask"] = mask
+            if isinstance(attention_mask, torch.Tensor):
+                given["mask"] = attention_mask
             recorder.attended(module, given, made[0])
             return made
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from degarble.harness.base.errors import NotBuilt
 from degarble.references.traced.evaluate import from_rows, run, to_rows, view_of
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.references.traced.graph import TracedComponent
-    from degarble.references.traced.trace import Trace
+    from degarble.references.traced.graph import Graph, TracedComponent
+    from degarble.references.traced.trace import Trace, TracedTensor
 
     Parameter = Callable[[str], Tensor]
+
+
+_FEWEST = 64  # tokens of a trace at their exact number: chunks of recurrent operations
+NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
 class Roundings:
@@ -46,16 +51,26 @@ class Roundings:
         del dtype
         return value
 
+    def sums(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sum of a token's experts so far."""
+        del dtype
+        return value
+
 
 class EachOperation(Roundings):
-    """Every result is stored, as eager code does."""
+    """Every result of a narrow dtype is stored, as eager code does."""
+
+    def __init__(self, *, sums: bool) -> None:
+        self._sums = sums  # of experts, after each one
+
+    def sums(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a sum in the dtype of the result, or as it is."""
+        return self.operation(value, dtype) if self._sums else value
 
     def operation(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a result as memory of the dtype holds it."""
-        return value.to(dtype).to(value.dtype) if value.is_floating_point() else value
-
-
-NOTHING_STORED, EACH_OPERATION = Roundings(), EachOperation()
+        """Return a result as memory of the dtype holds it; float32 counts as exact."""
+        narrow = value.is_floating_point() and dtype in NARROW
+        return value.to(dtype).to(value.dtype) if narrow else value
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,10 @@ class _Steps:
     def shares(self, value: Tensor) -> Tensor:
         """Store attention's shares."""
         return self.roundings.shares(value, self.dtype)
+
+    def sums(self, value: Tensor) -> Tensor:
+        """Store the sum of a token's experts so far."""
+        return self.roundings.sums(value, self.dtype)
 
 
 class _Storing(TorchDispatchMode):
@@ -93,50 +112,62 @@ class _Storing(TorchDispatchMode):
 
 
 def compute(
-    trace: Trace,
+    graph: Graph,
     component: TracedComponent,
     inputs: Mapping[str, Tensor],
     parameter: Parameter,
-    roundings: Roundings = NOTHING_STORED,
+    roundings: Roundings,
 ) -> dict[str, Tensor]:
     """Return a component's outputs, given rows of one sequence from its first token.
 
     `roundings` are those of a run that stores what the traced model stores on the way.
     """
     if isinstance(component, ComponentSpan):
-        return _one_after_the_other(trace, component, inputs, parameter, roundings)
+        return _one_after_the_other(graph, component, inputs, parameter, roundings)
+    trace = graph.trace
     if component.kind is BoundaryKind.CACHE:
         return dict(inputs)
     by_hand = _BY_HAND.get(component.kind)
     if by_hand is not None:
         dtype = trace.tensors[component.outputs["out"].number].dtype
         return {"out": by_hand(component, inputs, parameter, _Steps(roundings, dtype))}
+    forms = {name: trace.tensors[ref.number] for name, ref in component.inputs.items()}
+    given = {
+        name: rows.double() if rows.is_floating_point() else rows for name, rows in inputs.items()
+    }
+    tokens = length = _tokens(forms, given)
+    own, at = trace, component
+    if component.is_recurrent:
+        # Later tokens change no earlier result, so a trace of more tokens serves as well.
+        tokens = max(_FEWEST, 1 << (length - 1).bit_length())
+        own, at = _traced_at(graph, component, tokens)
     values: dict[int, Tensor] = {}
-    for name, ref in component.inputs.items():
-        rows = inputs[name]
-        wide = rows.double() if rows.is_floating_point() else rows
-        values[ref.number] = from_rows(wide, trace.tensors[ref.number])
-    tokens = _tokens(trace, component, inputs)
+    for name, ref in at.inputs.items():
+        rows, form = given[name], forms[name]
+        if tokens > length and form.token_axis is not None:
+            rows = torch.cat([rows, rows[-1:].expand(tokens - length, *rows.shape[1:])])
+        values[ref.number] = from_rows(rows, form)
     run(
-        (trace.operations[number] for number in component.operations),
+        (own.operations[number] for number in at.operations),
         values,
         parameter,
         tokens,
         stored=roundings.operation,
     )
-    return {
-        name: to_rows(values[ref.number], trace.tensors[ref.number])
-        for name, ref in component.outputs.items()
-    }
+    outputs = {name: ref.number for name, ref in at.outputs.items()}
+    form_of = {name: trace.tensors[ref.number] for name, ref in component.outputs.items()}
+    made = {name: to_rows(values[number], form_of[name]) for name, number in outputs.items()}
+    return {name: rows[:length] if length < tokens else rows for name, rows in made.items()}
 
 
 def _one_after_the_other(
-    trace: Trace,
+    graph: Graph,
     span: ComponentSpan,
     inputs: Mapping[str, Tensor],
     parameter: Parameter,
     roundings: Roundings,
 ) -> dict[str, Tensor]:
+    trace = graph.trace
     rows = {ref.number: inputs[name] for name, ref in span.inputs.items()}
     for part in span.parts:
         given = {
@@ -145,18 +176,30 @@ def _one_after_the_other(
             else view_of(trace, span.edges[ref.number], rows, ref.number)
             for name, ref in part.inputs.items()
         }
-        made = compute(trace, part, given, parameter, roundings)
+        made = compute(graph, part, given, parameter, roundings)
         for name, ref in part.outputs.items():
             whole = made[name].contiguous()  # for views of it that the trace makes
             rows[ref.number] = roundings.between(whole, trace.tensors[ref.number].dtype)
     return {name: rows[ref.number] for name, ref in span.outputs.items()}
 
 
-def _tokens(trace: Trace, component: TracedComponent, inputs: Mapping[str, Tensor]) -> int:
-    for name, ref in component.inputs.items():
-        if trace.tensors[ref.number].token_axis is not None:
-            return inputs[name].shape[0]
-    return 1
+def _tokens(forms: Mapping[str, TracedTensor], inputs: Mapping[str, Tensor]) -> int:
+    along = (name for name, form in forms.items() if form.token_axis is not None)
+    return next((inputs[name].shape[0] for name in along), 1)
+
+
+def _traced_at(
+    graph: Graph, component: TracedComponent, tokens: int
+) -> tuple[Trace, TracedComponent]:
+    """Return a component as it is traced at a number of tokens."""
+    again = graph.again(tokens)
+    found = next((each for each in again.components if each.name == component.name), None)
+    if found is None or found.inputs.keys() != component.inputs.keys():
+        raise NotBuilt(
+            "component", component.name, "the same operands at any number of tokens",
+            "Register a family with a reference of its own for this model.",
+        )  # fmt: skip
+    return again.trace, found
 
 
 def attention(
@@ -209,8 +252,30 @@ def admitted_keys(mask: Any, queries: int, keys: int) -> Tensor:
     if mask is None:
         return at_k <= at_q
     zero = torch.zeros_like(at_q)
-    admitted: Tensor = mask(zero, zero, at_q, at_k).bool()
+    with _Unpadded():
+        admitted: Tensor = mask(zero, zero, at_q, at_k).bool()
     return admitted
+
+
+class _Unpadded(TorchDispatchMode):
+    """Gives values to what a mask function kept of the trace: no token is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator on what is known."""
+        del types
+        return func(*tree_map(_filled, args), **tree_map(_filled, kwargs or {}))
+
+
+def _filled(argument: Any) -> Any:
+    if not isinstance(argument, torch.Tensor) or not argument.is_meta:
+        return argument
+    fill = torch.ones_like if argument.dtype is torch.bool else torch.zeros_like
+    return fill(argument, device="cpu")
 
 
 def experts(
@@ -243,7 +308,10 @@ def experts(
             gate = module._apply_gate if module.has_gate else module.act_fn  # noqa: SLF001
             hidden = gate(hidden)
         made = _product(module, parameter, f"{prefix}.down_proj", number, hidden, stored)
-        out.index_add_(0, token, stored(made * weights_TK[token, slot, None]))
+        weighted = made * weights_TK[token, slot, None]
+        if inputs["weights"].dtype in NARROW:
+            weighted = stored(weighted)
+        out = stored.sums(out.index_add(0, token, stored.sums(weighted)))
     return out
 
 

@@ -31,6 +31,8 @@ def to_rows(value: Tensor, traced: TracedTensor) -> Tensor:
     axis = traced.token_axis
     if axis is None:
         return value
+    if traced.rows > 1:
+        return value.reshape(-1, traced.rows, *value.shape[1:])
     if axis and traced.shape[0] == 1:
         value, axis = value.squeeze(0), axis - 1
     return value.movedim(axis, 0)
@@ -41,6 +43,8 @@ def from_rows(rows: Tensor, traced: TracedTensor) -> Tensor:
     axis = traced.token_axis
     if axis is None:
         return rows
+    if traced.rows > 1:
+        return rows.flatten(0, 1)
     extents = [extent for at, extent in enumerate(traced.shape) if at != axis]
     batched = bool(axis) and traced.shape[0] == 1
     rows = rows.reshape(-1, *extents[1:] if batched else extents)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from degarble.harness.base.errors import InvalidArgument, NotBuilt, Undecided
+from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.model.components import (
     Component,
     Input,
@@ -31,7 +31,7 @@ from degarble.references.binding import BoundModel, FetchedWeights
 from degarble.references.facts import ModelFacts, local_name, spans_of
 from degarble.references.linears import activation_values, product
 from degarble.references.numerics import cast
-from degarble.references.traced.definitions import EACH_OPERATION, NOTHING_STORED, compute
+from degarble.references.traced.definitions import EachOperation, Roundings, compute
 from degarble.references.traced.graph import Graph, StretchKind, TracedComponent, cut, name_of
 from degarble.references.traced.spans import ComponentSpan, coarsened
 from degarble.references.traced.trace import BoundaryKind, trace
@@ -138,7 +138,12 @@ def _graph(text: str, dtype: str) -> Graph:
         )  # fmt: skip
     raw.pop("quantization_config", None)
     config = AutoConfig.for_model(kind, **raw)
-    return cut(trace(config, _DTYPES[dtype]))
+
+    @lru_cache(maxsize=8)
+    def again(tokens: int) -> Graph:
+        return cut(trace(config, _DTYPES[dtype], tokens), again)
+
+    return cut(trace(config, _DTYPES[dtype]), again)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,6 +286,13 @@ class TracedFacts(ModelFacts):
         return values
 
     @property
+    def roundings(self) -> Roundings:
+        """Return what a run stores on the way to the outputs."""
+        if isinstance(self.traced, ComponentSpan) or not self.stores_operations:
+            return Roundings()
+        return EachOperation(sums=self.numerics.switches.expert_sums_stored)
+
+    @property
     def stores_operations(self) -> bool:
         """Return whether a run stores the result of every operation, as eager code does."""
         switches = self.numerics.switches
@@ -300,9 +312,7 @@ def computed(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Compute a component as it was traced."""
     if isinstance(facts.traced, ComponentSpan):
         require_plain_activations(facts, weights)
-    each = facts.stores_operations and not isinstance(facts.traced, ComponentSpan)
-    roundings = EACH_OPERATION if each else NOTHING_STORED
-    made = compute(facts.graph.trace, facts.traced, inputs, facts.parameter(weights), roundings)
+    made = compute(facts.graph, facts.traced, inputs, facts.parameter(weights), facts.roundings)
     return {name: facts.stored(name, value) for name, value in made.items()}
 
 
@@ -392,12 +402,6 @@ class TracedModel(BoundModel):
         for component, traced in zip(
             components(self.config, recipe), graph.components, strict=True
         ):
-            parts = traced.parts if isinstance(traced, ComponentSpan) else (traced,)
-            if any(part.is_recurrent for part in parts):
-                raise NotBuilt(
-                    "component", component.name, "operations that treat every token alike",
-                    "Judge this architecture's checkpoint with degarble audit; it runs no model.",
-                )  # fmt: skip
             facts = TracedFacts(self.config, self.numerics, component.block, {}, graph, traced)
             function: Any = computed
             if traced.kind is BoundaryKind.LINEAR:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from degarble.references.traced.trace import VIEWS, BoundaryKind, ParameterRef, Ref, named
+from degarble.harness.base.errors import NotBuilt
+from degarble.references.traced.trace import REGISTRY, VIEWS, BoundaryKind, ParameterRef, Ref, named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from degarble.references.traced.trace import Boundary, ModuleExit, Operation, Trace
 
@@ -29,6 +30,7 @@ _ALONG = named(
     convolution cumsum bmm baddbmm linalg_solve_triangular tril triu constant_pad_nd
     """
 )
+_BATCHED = frozenset({"bmm", "baddbmm"})
 _MOVES = VIEWS | {"_to_copy"}
 _TURNS = named(
     """
@@ -85,6 +87,7 @@ class Graph:
     components: tuple[TracedComponent, ...]
     edges: Mapping[int, Edge]  # by the tensor that a component is given
     makers: Mapping[int, tuple[str, str]]  # component and output, by tensor
+    again: Callable[[int], Graph]  # the same model, traced at another number of tokens
 
 
 def name_of(path: str) -> str:
@@ -117,7 +120,7 @@ class _Cutter:
         span = tuple(range(*boundary.operations))
         inputs = self._named_inputs(boundary)
         function = boundary.kind in {BoundaryKind.ATTENTION, BoundaryKind.CACHE}
-        name = name_of(boundary.path) + (f".{boundary.kind}" if function else "")
+        name = self._once(name_of(boundary.path) + (f".{boundary.kind}" if function else ""))
         names = _output_names(boundary)
         parameters = _parameters(self._trace.operations[number] for number in span)
         if boundary.kind is BoundaryKind.EXPERTS:  # defined by hand, so nothing was traced inside
@@ -158,6 +161,8 @@ class _Cutter:
     def module(self, module: ModuleExit) -> None:
         """Make known what a module returns: a sum of experts, the result of a layer."""
         for ref in module.outputs:
+            if self._trace.tensors[ref.number].token_axis is None:
+                continue  # a recurrent state
             self.demand(ref, module.path, module.operations, is_result=True)
 
     def demand(self, ref: Ref, consumer: str, before: int, *, is_result: bool = False) -> None:
@@ -166,6 +171,11 @@ class _Cutter:
             return
         operations, sources = self._back_to_known(ref, before)
         named = [self._trace.operations[number] for number in operations]
+        if any(result in self._trace.masks for each in named for result in each.results):
+            raise NotBuilt(
+                "attention", name_of(consumer), REGISTRY,
+                "Register a family with a reference of its own for this model.",
+            )  # fmt: skip
         if all(operation.name in _MOVES for operation in named) and len(sources) == 1:
             self.edges[ref.number] = Edge(sources, operations)
             return
@@ -175,7 +185,7 @@ class _Cutter:
                 self._name(kind, named, consumer, is_result=is_result), kind,
                 self._input_names(kind, sources),
                 {"out": ref}, operations, _parameters(named), named[-1].module,
-                is_recurrent=bool({operation.name for operation in named} & _ALONG),
+                is_recurrent=_combines_tokens(named),
             )
         )  # fmt: skip
 
@@ -233,6 +243,10 @@ class _Cutter:
         stem = f"{path}.{kind}" if path else str(kind)
         if kind is StretchKind.STRETCH:
             stem = f"{name_of(consumer)}.result" if is_result else f"{name_of(consumer)}_input"
+        return self._once(stem)
+
+    def _once(self, stem: str) -> str:
+        """Number what a model runs more than once in a pass."""
         self._names[stem] += 1
         count = self._names[stem]
         return stem if count == 1 else f"{stem}_{count}"
@@ -262,6 +276,19 @@ class _Cutter:
         return found
 
 
+def _combines_tokens(operations: Iterable[Operation]) -> bool:
+    """Return whether operations may run along the tokens; products with weights do not."""
+    weights: set[int] = set()  # views of parameters
+    for operation in operations:
+        reads = list(operation.reads())
+        fixed = [isinstance(read, ParameterRef) or read.number in weights for read in reads]
+        if operation.name in _ALONG and not (operation.name in _BATCHED and any(fixed)):
+            return True
+        if operation.name in _MOVES and all(fixed):
+            weights.update(operation.results)
+    return False
+
+
 def _parameters(operations: Iterable[Operation]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for operation in operations:
@@ -283,8 +310,8 @@ def _output_names(boundary: Boundary) -> Iterator[str]:
     return iter([f"out{number}" for number in range(len(boundary.outputs))])
 
 
-def cut(trace: Trace) -> Graph:
-    """Cut a trace into components."""
+def cut(trace: Trace, again: Callable[[int], Graph]) -> Graph:
+    """Cut a trace into components; `again` traces the model at another number of tokens."""
     cutter = _Cutter(trace)
     exits = iter((*trace.modules, None))
     waiting = next(exits)
@@ -297,4 +324,4 @@ def cut(trace: Trace) -> Graph:
         cutter.module(waiting)
         waiting = next(exits)
     cutter.demand(trace.logits, "logits", len(trace.operations))
-    return Graph(trace, tuple(cutter.components), cutter.edges, cutter.makers)
+    return Graph(trace, tuple(cutter.components), cutter.edges, cutter.makers, again)

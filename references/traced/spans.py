@@ -78,7 +78,7 @@ def coarsened(graph: Graph, recorded: Iterable[str]) -> Graph:
             made = _span(graph, component, parts, outputs, known)
         components.append(made)
         makers |= {ref.number: (made.name, name) for name, ref in outputs.items()}
-    return Graph(graph.trace, tuple(components), graph.edges, makers)
+    return Graph(graph.trace, tuple(components), graph.edges, makers, graph.again)
 
 
 def _sources(graph: Graph, component: TracedComponent) -> list[Ref]:

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from degarble.harness.base.errors import NotBuilt
@@ -47,7 +47,11 @@ VIEWS = named(
 )
 _ITEM = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  what .item() is
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"})
+EXPERTS_GATE = "_apply_gate"  # a method of every module of transformers' experts interface
 ATTENTION = "degarble"  # the name of the tracer's attention function in transformers' registry
+
+
+REGISTRY = "attention that transformers looks up in its registry"
 
 
 class BoundaryKind(StrEnum):
@@ -91,6 +95,11 @@ class TracedTensor:
     dtype: torch.dtype
     storage: int
     token_axis: int | None  # None for a tensor without one
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows a token has along its axis."""
+        return 1 if self.token_axis is None else max(1, self.shape[self.token_axis] // TOKENS)
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,7 @@ class Trace:
     logits: Ref
     parameters: Mapping[str, TracedTensor]
     buffers: Mapping[str, Tensor]  # values of those that no checkpoint holds
+    masks: frozenset[int]  # tensors of attention masks, which stand for functions
 
 
 def _references(arguments: Any) -> Iterator[Ref | ParameterRef]:
@@ -171,6 +181,7 @@ class _Tracer(TorchDispatchMode):
         self.modules: list[ModuleExit] = []
         self.path: list[str] = []
         self.within: str | None = None  # the boundary that is running
+        self.masks: set[int] = set()
         self._numbers: dict[int, int] = {}
         self._kept: list[Tensor] = []  # an id may be reused once its object dies
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -250,13 +261,23 @@ def _storage(tensor: Tensor) -> int:
 def _described(tensor: Tensor, tokens: int) -> TracedTensor:
     shape = tuple(tensor.shape)
     axis = shape.index(tokens) if tokens in shape else None
+    # Several rows a token, such as its heads.
+    if axis is None and tokens == TOKENS and shape and not shape[0] % tokens and shape[0]:
+        axis = 0
     return TracedTensor(shape, tensor.dtype, _storage(tensor), axis)
 
 
 def is_boundary(module: nn.Module) -> bool:
-    """Return whether a module is judged as a unit: a leaf, or a bank of experts."""
-    own = list(module.parameters(recurse=False))
-    return not any(True for _ in module.children()) or any(each.ndim == 3 for each in own)
+    """Return whether a module is judged as a unit: a leaf, or a bank of experts.
+
+    A convolution along the tokens is part of the recurrent operations around it. So are matrices
+    stacked for all heads, and experts outside of transformers' interface.
+    """
+    if isinstance(module, nn.Conv1d):
+        return module.kernel_size == (1,)
+    if any(each.ndim == 3 for each in module.parameters(recurse=False)):
+        return hasattr(module, EXPERTS_GATE)
+    return not any(True for _ in module.children())
 
 
 def trace(config: Any, dtype: torch.dtype, tokens: int = TOKENS) -> Trace:
@@ -266,7 +287,11 @@ def trace(config: Any, dtype: torch.dtype, tokens: int = TOKENS) -> Trace:
     number of tokens alone.
     """
     # In inference mode composite operators would be recorded whole, not as what they consist of.
-    with torch.inference_mode(mode=False), _StandIns().installed() as stand_ins:
+    with (
+        torch.inference_mode(mode=False),
+        _disable_current_modes(),
+        _StandIns().installed() as stand_ins,
+    ):
         model = _built(config, dtype)
         buffers = _buffers_of(model)
         stand_ins.tracer = _Tracer(model, tokens)
@@ -283,9 +308,16 @@ def _traced(model: nn.Module, buffers: Mapping[str, Tensor], tracer: _Tracer) ->
         mask = torch.ones_like(ids, dtype=torch.bool)
         tokens, at = Ref(tracer.number(ids)), Ref(tracer.number(positions))
         with torch.no_grad(), tracer:
-            logits = model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True
-            ).logits
+            try:
+                logits = model(
+                    input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True
+                ).logits
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                raise NotBuilt(
+                    "architecture", type(model).__name__,
+                    f"a forward pass that runs without weights: {str(error).splitlines()[0]}",
+                    "Register a family with a reference of its own for this model.",
+                ) from error  # fmt: skip
     held = [*model.named_parameters(), *model.named_buffers()]
     parameters = {
         name: _described(tensor, tracer.tokens) for name, tensor in held if name not in buffers
@@ -293,6 +325,7 @@ def _traced(model: nn.Module, buffers: Mapping[str, Tensor], tracer: _Tracer) ->
     return Trace(
         tuple(tracer.tensors), tuple(tracer.operations), tuple(tracer.boundaries),
         tuple(tracer.modules), tokens, at, Ref(tracer.number(logits)), parameters, dict(buffers),
+        frozenset(tracer.masks),
     )  # fmt: skip
 
 
@@ -348,7 +381,7 @@ def _kind_of(
         return BoundaryKind.LINEAR
     if type(module).forward is nn.Embedding.forward:
         return BoundaryKind.EMBEDDING
-    if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+    if hasattr(module, EXPERTS_GATE):
         return BoundaryKind.EXPERTS
     if "topk" in names:
         return BoundaryKind.ROUTER
@@ -406,12 +439,20 @@ class _StandIns:
         made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
         self._kept.append(made)
         self._masks[id(made)] = mask_function
+        self._running.masks.add(self._running.number(made))
         return made
 
     def attention(
-        self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any
+        self,
+        _module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **named: Any,
     ) -> tuple[Tensor, None]:
         """Record a call of attention: its operands, and the facts that it is given."""
+        mask = attention_mask
         refs = {
             name: self._ref(tensor)
             for name, tensor in (("query", query), ("key", key), ("value", value))
@@ -471,10 +512,16 @@ def _built(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION,
-            experts_implementation=ATTENTION, trust_remote_code=False,
-        )  # fmt: skip
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION,
+                experts_implementation=ATTENTION, trust_remote_code=False,
+            )  # fmt: skip
+        except KeyError as error:
+            raise NotBuilt(
+                "architecture", config.model_type, REGISTRY,
+                "Register a family with a reference of its own for this model.",
+            ) from error  # fmt: skip
     found: nn.Module = model.eval()
     return found
 
@@ -483,6 +530,7 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """Compute the buffers that no checkpoint holds, as transformers does after loading."""
     found: dict[str, Tensor] = {}
     initialise: Any = model._init_weights  # noqa: SLF001
+    known = dict(model.named_modules())
     for path, module in model.named_modules():
         names = [
             name
@@ -499,6 +547,11 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
             )  # fmt: skip
         with torch.no_grad():
             initialise(module)
+            # Some models compute a buffer where they initialise a module around it.
+            around = path
+            while around and any(module._buffers[name].isnan().any() for name in names):  # noqa: SLF001
+                around = around.rpartition(".")[0]
+                initialise(known[around])
         for name, buffer in held.items():
             value = module._buffers[name]  # noqa: SLF001
             module._buffers[name] = buffer  # noqa: SLF001

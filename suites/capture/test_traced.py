@@ -33,8 +33,6 @@ def judged(
     device: str = "cpu",
 ) -> Any:
     """Judge a prompt of two sequences and two decoding steps; a fault goes into the run alone."""
-    from transformers import DynamicCache  # noqa: PLC0415  heavy
-
     model: Any = built(name, dtype)
     model.set_attn_implementation(attention)
     config: Any = config_of(name, dtype)
@@ -46,11 +44,10 @@ def judged(
     ids = torch.randint(0, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
     ids = ids.to(device)
     with torch.inference_mode(), recording(model, config, Recorder(run)):
-        cache = DynamicCache(config=model.config)
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        out = model(input_ids=ids, use_cache=True)
         for _ in range(2):
             new = out.logits[:, -1].argmax(-1, keepdim=True)
-            out = model(input_ids=new, past_key_values=cache, use_cache=True)
+            out = model(input_ids=new, past_key_values=out.past_key_values, use_cache=True)
     numerics = replace(Numerics.bf16(), work=torch.float64, products=torch.float64, store=dtype)
     bound = TracedModel(config, numerics, weights)
     return localise(bound, recipe_named("bf16", config), run)

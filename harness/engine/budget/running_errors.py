@@ -60,8 +60,9 @@ EXACT = named(
 class RunningErrors(TorchDispatchMode):
     """Propagates bounds of rounding errors; ask `of` for those of a tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: torch.dtype = torch.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not
+        self.store = store  # in which a run holds the results of its operators
         self.unknown: dict[str, None] = {}  # operators without a rule
         self._errors: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # an id may be reused once its object dies
@@ -125,6 +126,8 @@ class RunningErrors(TorchDispatchMode):
             return result
         if name in MOVES:
             self._moved(func, args, keywords, made)
+            return result
+        if name == "_to_copy" and self.is_exact(args[0]):
             return result
         rule = RULES.get(name)
         for each in floating:
@@ -229,10 +232,18 @@ def _filled(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) ->
 
 
 def _exponential(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
+    """Return the error of e^x, or of e^x - 1 where that is the result."""
     x, off = _pair(errors, args[0])
-    # The rounded argument of e^x costs |x| u.
+    # The rounded argument of e^x costs |x| u; a masked one is exactly minus infinity.
     grown = torch.expm1(torch.as_tensor(off, dtype=result.dtype))
-    return _rounded(result, result * (grown + x.abs() * U), FUNCTION)
+    moved = torch.where(x.isfinite(), x.exp() * (grown + x.abs() * U), 0.0)
+    return _rounded(result, moved, FUNCTION)
+
+
+def _logarithm(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
+    x, off = _pair(errors, args[0])
+    below = x - off
+    return _rounded(result, torch.where(below > 0, off / below, math.inf), FUNCTION)
 
 
 def _logistic(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
@@ -248,6 +259,28 @@ def _silu(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> T
     inner = x.abs() * share * (1 - share) * x.abs() * U  # the rounded argument of e^-x
     # The second derivative of x sigmoid(x) is below 1/2.
     return _rounded(result, slope * off + 0.5 * off**2 + inner, FUNCTION + 3)
+
+
+def _shifted_logarithm(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
+    x, off = _pair(errors, args[0])
+    below = 1 + x - off
+    return _rounded(result, torch.where(below > 0, off / below, math.inf), FUNCTION)
+
+
+def _reciprocal(errors: RunningErrors, result: Tensor, args: Any, keywords: Any) -> Tensor:
+    return _quotient(errors, result, (1.0, args[0]), keywords)
+
+
+def _scattered_copy(errors: RunningErrors, _result: Tensor, args: Any, _keywords: Any) -> Tensor:
+    target, dim, index, source = args
+    off = _pair(errors, source)[1]
+    moved: Tensor = errors.of(target).scatter(dim, index, off)
+    return moved
+
+
+def _added_rows(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
+    target, dim, index, source = args
+    return _rounded(result, errors.of(target).index_add(dim, index, errors.of(source)), 2)
 
 
 def _smooth(slope: float, argument: float = 1.0) -> Rule:
@@ -275,8 +308,10 @@ def _power(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> 
         return _rounded(result, result.abs() * (abs(base) * (off + exponent.abs() * U)), FUNCTION)
     if exponent == 2:
         return _rounded(result, 2 * x.abs() * off + off**2)
-    slope = (exponent * result / x).abs()
-    return _rounded(result, slope * off * 2, FUNCTION)
+    slope = (exponent * result / x).abs().nan_to_num(nan=0.0)
+    # torch cubes as x x x in the dtype of x, so the square may be rounded to it.
+    square = torch.finfo(errors.store).eps / 2 if exponent == 3 else 0.0
+    return _rounded(result, slope * off * 2 + result.abs() * square, FUNCTION)
 
 
 def _root(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
@@ -376,13 +411,19 @@ def _layer_norm(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any
     x, _, weight, bias, epsilon = args
     if result.shape != x.shape:  # mean and root, which nothing reads
         return torch.full_like(result, math.inf)
-    if not errors.is_exact(x):
-        return torch.full_like(result, math.inf)
     one = torch.ones(x.shape[-1], dtype=x.dtype)
-    near = layer_normed(
-        x, one if weight is None else weight, 0 * one if bias is None else bias, epsilon
-    )
-    return near.error
+    scale = one if weight is None else weight
+    error = layer_normed(x, scale, 0 * one if bias is None else bias, epsilon).error
+    if errors.is_exact(x):
+        return error
+    centred = x - x.mean(-1, keepdim=True)
+    factor = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    # A row's own error moves its mean, and through the squares its factor.
+    off = errors.of(x)
+    off = off + off.mean(-1, keepdim=True)
+    share = ((centred.abs() + off) * off).mean(-1, keepdim=True) * factor.square()
+    moved = (off + centred.abs() * share) * factor / (1 - share)
+    return error + torch.where(share < 0.5, moved, math.inf) * scale.abs()
 
 
 def _convolved(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
@@ -417,7 +458,12 @@ def _rule_table() -> dict[str, Rule]:
         ("maximum minimum", _widest),
         ("where", _where),
         ("masked_fill", _filled),
-        ("exp", _exponential),
+        ("exp expm1", _exponential),
+        ("log", _logarithm),
+        ("log1p", _shifted_logarithm),
+        ("reciprocal", _reciprocal),
+        ("scatter", _scattered_copy),
+        ("index_add", _added_rows),
         ("sigmoid", _logistic),
         ("silu", _silu),
         # 1 + erf(x) cancels below zero: the errors of erf and of the sum stay as large as x.

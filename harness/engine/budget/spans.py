@@ -51,7 +51,7 @@ class _Possible(Roundings):
             return value
         return self._errors.widened(value, torch.finfo(dtype).eps / 2)
 
-    between = operation
+    between = sums = operation
 
 
 class _Moved(Roundings):
@@ -67,7 +67,7 @@ class _Moved(Roundings):
         share = torch.rand(value.shape, generator=self._generator, dtype=value.dtype) * 2 - 1
         return value * (1 + share * (torch.finfo(dtype).eps / 2))
 
-    between = operation
+    between = sums = operation
 
 
 class _Choices(TorchDispatchMode):
@@ -125,21 +125,21 @@ def _budget(out: Tensor, component: ComponentSpan, parts: list[_Slack]) -> Budge
 
 
 def _slack(call: JudgeableCall, facts: TracedFacts, inputs: dict[str, Tensor]) -> dict[str, _Slack]:
-    trace, component, parameter = facts.graph.trace, facts.traced, facts.parameter(call.weights)
+    graph, component, parameter = facts.graph, facts.traced, facts.parameter(call.weights)
     assert isinstance(component, ComponentSpan), "bound by its family"
     chosen = _Choices()
     with chosen:
-        exact = compute(trace, component, inputs, parameter)
+        exact = compute(graph, component, inputs, parameter, Roundings())
     errors = RunningErrors()
     with errors:
-        made = compute(trace, component, inputs, parameter, _Possible(errors))
+        made = compute(graph, component, inputs, parameter, _Possible(errors))
     generator = torch.Generator().manual_seed(0)
     runs: list[dict[str, Tensor]] = []
     others: list[list[tuple[Tensor, int]]] = []
     for _ in range(SAMPLES):
         watched = _Choices()
         with watched:
-            runs.append(compute(trace, component, inputs, parameter, _Moved(generator)))
+            runs.append(compute(graph, component, inputs, parameter, _Moved(generator)))
         others.append(watched.found)
     found = {}
     for name, out in exact.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from degarble.harness.base.errors import Undecided
 from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.engine.budget.rules import (
+    U,
     exact,
     output_format,
     over_ranks,
@@ -18,7 +20,8 @@ from degarble.harness.engine.budget.rules import (
 )
 from degarble.harness.engine.budget.running_errors import RunningErrors
 from degarble.harness.formats.number_formats import FP32
-from degarble.references.traced.definitions import Roundings, compute
+from degarble.harness.report.number_text import number
+from degarble.references.traced.definitions import NARROW, Roundings, compute
 from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential
 from degarble.references.traced.graph import StretchKind
 from degarble.references.traced.spans import ComponentSpan
@@ -29,12 +32,17 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget.rules import JudgeableCall
 
+_RUNS = 8  # of a recurrent component with perturbed operations
+_SPREAD = 6  # standard deviations allowed, since so few runs are measured
+_CHUNK = 64  # tokens that a chunk sums at least
+
 
 class _Tracked(Roundings):
     """Roundings of a run, with the errors that they leave."""
 
-    def __init__(self, errors: RunningErrors, *, each: bool) -> None:
-        self._errors, self._each = errors, each
+    def __init__(self, errors: RunningErrors, facts: TracedFacts) -> None:
+        self._errors, self._each = errors, facts.stores_operations
+        self._sums = facts.numerics.switches.expert_sums_stored
 
     def operation(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Store a result where the run does."""
@@ -47,25 +55,33 @@ class _Tracked(Roundings):
         # Half a spacing of the dtype, of a share that may be any power of two larger when rounded.
         return self._errors.widened(value, torch.finfo(dtype).eps / 2)
 
+    def sums(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Store the sum over a token's experts where the run does."""
+        return self.operation(value, dtype) if self._sums else value
+
 
 def traced(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of every output of a component that is computed as it was traced."""
     facts = call.facts
     assert isinstance(facts, TracedFacts), "bound by its family"
-    errors = RunningErrors()
+    if facts.traced.is_recurrent:
+        return _measured(call, facts)
+    errors = RunningErrors(facts.numerics.store if facts.stores_operations else torch.float32)
     with errors:
-        made = _computed(call, facts, errors)
+        made = _computed(call, facts, _Tracked(errors, facts))
     if errors.unknown:
         raise Undecided(
             "budget", ", ".join(errors.unknown), "operators whose rounding has a derivation",
             "Judge it by its distance to the BF16 reference, or compare two runs.",
         )  # fmt: skip
     stored = "each stored" if facts.stores_operations else "kept in float32"
+    words = f"{len(facts.traced.operations)} operations, {stored}, with their errors propagated"
+    share, reason = _otherwise_held(call, facts)
     return {
         name: Budget(
             output_format(out),
-            errors.of(made[name]).float().reshape(out.shape),
-            (f"{len(facts.traced.operations)} operations, {stored}, with their errors propagated",),
+            (errors.of(made[name]) + share * made[name].abs()).float().reshape(out.shape),
+            (words, *reason),
         )
         if out.dtype.is_floating_point
         else exact(FP32, f"{name} are whole numbers")
@@ -73,15 +89,72 @@ def traced(call: JudgeableCall) -> dict[str, Budget]:
     }
 
 
-def _computed(call: JudgeableCall, facts: TracedFacts, errors: RunningErrors) -> dict[str, Tensor]:
-    roundings = _Tracked(errors, each=facts.stores_operations)
+class _Perturbed(Roundings):
+    """Moves every result by up to a share of itself, at random."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        self._share = share
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def operation(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a result that errs."""
+        del dtype
+        if not value.is_floating_point():
+            return value
+        moved = torch.rand(value.shape, dtype=value.dtype, generator=self._generator)
+        return value * (1 + self._share * (2 * moved - 1))
+
+
+def _measured(call: JudgeableCall, facts: TracedFacts) -> dict[str, Budget]:
+    """Return how far outputs move when every operation errs, since no derivation covers all forms.
+
+    What runs along the tokens is computed in chunks, token by token, or from a state that is kept
+    in the storage dtype: each form rounds in other places.
+    """
+    store = facts.numerics.store
+    narrow = store in NARROW
+    tokens = max(rows.shape[0] for rows in call.inputs.values())
+    share = torch.finfo(store).eps / 2 if narrow else U * math.sqrt(max(tokens, _CHUNK))
+    exact_ = _computed(call, facts, Roundings())
+    squares = {name: torch.zeros_like(out) for name, out in exact_.items()}
+    for seed in range(_RUNS):
+        moved = _computed(call, facts, _Perturbed(share, seed))
+        for name, out in exact_.items():
+            squares[name] += (moved[name] - out).square() / _RUNS
+    words = (
+        f"measured, not derived: {_RUNS} runs whose operations err by {number(share)} of a result",
+        f"slack = {_SPREAD} deviations of the element and of its row",
+    )
+    budgets = {}
+    for name, out in call.outputs.items():
+        rows = squares[name].flatten(1).mean(1).reshape(-1, *[1] * (squares[name].ndim - 1))
+        slack = _SPREAD * (squares[name] + rows).sqrt()
+        budgets[name] = Budget(output_format(out), slack.float().reshape(out.shape), words)
+    return budgets
+
+
+def _otherwise_held(call: JudgeableCall, facts: TracedFacts) -> tuple[float, tuple[str, ...]]:
+    """Return the share of a rounding that a run makes where its inputs are of another dtype.
+
+    A model may hold a tensor in float32 in prefill and in BF16 in decode: casts that the trace
+    shows as none are made then, or the reverse.
+    """
+    traced = {n: facts.graph.trace.tensors[r.number].dtype for n, r in facts.traced.inputs.items()}
+    both = [{call.inputs[name].dtype, dtype} for name, dtype in traced.items()]
+    mixed = [pair for pair in both if len(pair) > 1 and all(e.is_floating_point for e in pair)]
+    narrow = [torch.finfo(dtype).eps / 2 for pair in mixed for dtype in pair]
+    if not narrow:
+        return 0.0, ()
+    return max(narrow), ("an input is held in another dtype than in the traced pass: one rounding",)
+
+
+def _computed(call: JudgeableCall, facts: TracedFacts, roundings: Roundings) -> dict[str, Tensor]:
     parameter = facts.parameter(call.weights)
-    trace = facts.graph.trace
     if not is_sequential(facts.traced):
-        return compute(trace, facts.traced, call.inputs, parameter, roundings)
+        return compute(facts.graph, facts.traced, call.inputs, parameter, roundings)
     parts = []
     for given, count in by_sequence(facts.traced, call.inputs):
-        made = compute(trace, facts.traced, given, parameter, roundings)
+        made = compute(facts.graph, facts.traced, given, parameter, roundings)
         parts.append({name: rows[-count:] for name, rows in made.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

@@ -181,6 +181,12 @@ _ROUNDINGS = (
         _roles("traced.attention"),
     ),
     Convention(
+        "expert_sums_stored",
+        "the sum over a token's experts",
+        {True: "stored after every expert, as eager code does", False: "stored once"},
+        _roles("traced.experts"),
+    ),
+    Convention(
         "attention_in_storage_dtype",
         "attention's logits and normalised probabilities",
         _STORED,

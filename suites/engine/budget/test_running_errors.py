@@ -32,6 +32,14 @@ _ELEMENTWISE: dict[str, Function] = {
     "softplus": lambda a, b: torch.nn.functional.softplus(a * b),
     "maximum": lambda a, b: torch.maximum(a * b, a + b),
     "cat": lambda a, b: torch.cat([a * b, a + b], -1),
+    "exp of a masked row": lambda a, b: (a * b).masked_fill(b > 0, -torch.inf).exp(),
+    "expm1": lambda a, b: (a * b).expm1(),
+    "log": lambda a, b: ((a * b).abs() + 1).log(),
+    "log1p": lambda a, b: (a * b).abs().log1p(),
+    "cube": lambda a, b: (a * b).pow(3),
+    "reciprocal": lambda a, b: ((a * b).abs() + 1).reciprocal(),
+    "scatter": lambda a, b: a.scatter(-1, (b > 0).long(), a * b),
+    "layer norm": lambda a, b: torch.nn.functional.layer_norm(a * b, (64,), b[0], a[0]),
     "in place": lambda a, b: (a * b).clone().mul_(b).add_(a),
 }
 _REDUCED: dict[str, Function] = {
@@ -39,6 +47,9 @@ _REDUCED: dict[str, Function] = {
     "mean": lambda a, b: (a * b).mean(-1),
     "softmax": lambda a, b: (a * b).softmax(-1).amax(-1),
     "mm": lambda a, b: (a * a) @ b.T,
+    "index_add": lambda a, b: (
+        torch.zeros_like(a[:1]).index_add(0, torch.zeros(16, dtype=torch.int64), a * b).sum(-1)
+    ),
 }
 
 

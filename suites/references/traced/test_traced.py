@@ -76,10 +76,36 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
         _ = config.graph
 
 
-def test_a_recurrent_component_is_refused_by_its_name() -> None:
-    config: Any = TracedConfig.of(raw_config("qwen3_next"))
-    with pytest.raises(NotBuilt, match=r"layers\.0"):
-        TracedModel(config, Numerics.definition(), {})
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("bloom", "attention that transformers looks up"),  # masks scores of its own
+        ("falcon", "attention that transformers looks up"),  # chooses a class by its name
+        ("jetmoe", "a forward pass that runs without weights"),  # branches on values
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused_by_name(kind: str, expected: str) -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "n_layer": 2, "vocab_size": 128}
+    with pytest.raises(NotBuilt, match=expected):
+        _ = TracedConfig.of({"model_type": kind, **small}).graph
+
+
+def test_expert_sums_stored_after_each_expert_change_experts_first() -> None:
+    config: Any = config_of("qwen3_moe", torch.bfloat16)
+    weights, ids = weights_of(built("qwen3_moe", torch.bfloat16)), torch.arange(23)
+    made = []
+    for stored in (False, True):
+        seen: dict[str, dict[str, torch.Tensor]] = {}
+        numerics = Numerics.bf16().with_switches(operations_stored=True, expert_sums_stored=stored)
+        bound = TracedModel(config, numerics, weights, None, _keeping(seen))
+        TracedForward(bound).forward([Sequence()], [ids])
+        made.append(seen)
+    changed = [
+        name
+        for name, outputs in made[0].items()
+        if any(not torch.equal(outputs[out], made[1][name][out]) for out in outputs)
+    ]
+    assert changed[0] == "layers.0.mlp.experts"
 
 
 def _keeping(seen: dict[str, dict[str, torch.Tensor]]) -> Any:

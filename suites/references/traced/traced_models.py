@@ -19,74 +19,103 @@ _SMALL: Mapping[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 128,
 }  # fmt: skip
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {"intermediate_size": 160},
-    "qwen2": {"intermediate_size": 160},
-    "qwen3": {"intermediate_size": 160, "head_dim": 16},
-    "qwen3_moe": {
-        "intermediate_size": 160,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "head_dim": 16,
-    },
+_MOE: Mapping[str, Any] = {
+    "intermediate_size": 160, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
+}  # fmt: skip
+_LATENT: Mapping[str, Any] = {
+    **_MOE, "num_key_value_heads": 4, "n_routed_experts": 8, "first_k_dense_replace": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}  # fmt: skip
+_DELTA: Mapping[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "intermediate_size": 160, "head_dim": 16, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+_WIDE: Mapping[str, Any] = {"intermediate_size": 160}
+_PADDED: Mapping[str, Any] = {"intermediate_size": 160, "pad_token_id": 0}
+ARCHITECTURES: dict[str, Mapping[str, Any]] = {
+    "llama": _WIDE,
+    "qwen2": _WIDE,
+    "qwen3": {**_WIDE, "head_dim": 16},
+    "qwen3_moe": {**_MOE, "num_experts": 8, "num_experts_per_tok": 4, "head_dim": 16},
     "gpt_oss": {
-        "intermediate_size": 64,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "head_dim": 16,
+        "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16,
     },
-    "gemma3_text": {"intermediate_size": 160, "head_dim": 16},
-    "mixtral": {"intermediate_size": 160, "num_local_experts": 4},
+    "gemma3_text": {**_WIDE, "head_dim": 16},
+    "mixtral": {**_WIDE, "num_local_experts": 4},
     "glm4_moe": {
-        "intermediate_size": 160,
-        "head_dim": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
+        **_MOE, "head_dim": 16, "n_routed_experts": 8, "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
     },
-    "deepseek_v3": {
-        "intermediate_size": 160,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "n_group": 2,
-        "topk_group": 1,
-    },
-    "phi3": {"intermediate_size": 160, "pad_token_id": 0},
-    "olmo2": {"intermediate_size": 160},
-    "granite": {"intermediate_size": 160},
+    "deepseek_v3": {**_LATENT, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3},
+    "phi3": _PADDED,
+    "olmo2": _WIDE,
+    "granite": _WIDE,
     "minimax_m2": {
-        "intermediate_size": 32,
-        "head_dim": 16,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
+        "intermediate_size": 32, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2,
     },
-}
-RECURRENT: dict[str, dict[str, Any]] = {
+    "mistral": _WIDE,
+    "gemma2": {**_WIDE, "head_dim": 16},
+    "cohere": _PADDED,
+    "cohere2": {**_PADDED, "head_dim": 16},
+    "starcoder2": _WIDE,
+    "stablelm": _WIDE,
+    "nemotron": {**_WIDE, "head_dim": 16},
+    "phi": _PADDED,
+    "phimoe": {**_WIDE, "num_local_experts": 4},
+    "exaone4": _WIDE,
+    "smollm3": _PADDED,
+    "seed_oss": {**_WIDE, "head_dim": 16},
+    "glm4": {**_PADDED, "head_dim": 16},
+    "ernie4_5": {**_WIDE, "head_dim": 16},
+    "ernie4_5_moe": {
+        **_WIDE, "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 4,
+        "num_hidden_layers": 3,  # a convention of experts needs two witnesses
+    },
+    "hunyuan_v1_dense": {**_WIDE, "head_dim": 16},
+    "afmoe": {
+        **_MOE, "num_experts": 8, "head_dim": 16, "num_dense_layers": 1, "num_hidden_layers": 3,
+    },
+    "olmoe": {**_MOE, "num_experts": 8},
+    "nanochat": _WIDE,
     "qwen3_next": {
-        "intermediate_size": 160,
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        **_MOE, **_DELTA, "num_experts": 8, "shared_expert_intermediate_size": 32,
     },
-}
-QUICK = ("llama", "gpt_oss", "deepseek_v3")  # plain; sinks and biases; latent attention and groups
+    "qwen3_5_text": {
+        **_DELTA,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True, "partial_rotary_factor": 0.25,
+        },
+    },
+    "nemotron_h": {
+        **_MOE, "num_hidden_layers": 4, "head_dim": 16, "n_routed_experts": 8,
+        "layers_block_type": ["mamba", "attention", "moe", "attention"], "ssm_state_size": 16,
+        "moe_shared_expert_intermediate_size": 32, "n_groups": 2, "mamba_num_heads": 4,
+        "mamba_head_dim": 32, "chunk_size": 32,
+    },
+    "minimax": {
+        "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4, "block_size": 16,
+        "layer_types": ["full_attention", "linear_attention"] * 2, "num_hidden_layers": 4,
+    },
+    "granitemoehybrid": {
+        "intermediate_size": 96, "shared_intermediate_size": 64, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
+        "mamba_n_groups": 1, "mamba_chunk_size": 32, "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "attention"],
+    },
+    "falcon_h1": {
+        "intermediate_size": 96, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4,
+        "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 32,
+    },
+    "lfm2": {
+        "intermediate_size": 96, "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "full_attention"],
+    },
+}  # fmt: skip
+# Plain; sinks and biases; latent attention and groups; a convolution along the tokens.
+QUICK = ("llama", "gpt_oss", "deepseek_v3", "lfm2")
 NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES
 ]
@@ -94,7 +123,7 @@ NAMES = [
 
 def raw_config(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Return a config.json."""
-    own = (ARCHITECTURES | RECURRENT)[name]
+    own = ARCHITECTURES[name]
     return {**_SMALL, **own, "model_type": name, "dtype": str(dtype).removeprefix("torch.")}
 
 
