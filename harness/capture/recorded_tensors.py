@@ -35,12 +35,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One forward pass: tokens, positions and sequences by row, and recorded tensors by name."""
+    """One forward pass: tokens, positions and sequences by row, and recorded tensors by name.
+
+    `given`: what a component was given, where that was recorded apart from what others returned.
+    """
 
     tokens: Sequence[int]
     positions: Sequence[int]
     sequences: Sequence[int]
     tensors: Mapping[str, Tensor]
+    given: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ class TensorRun:
         self.recorder.begin(phase, step.tokens, step.positions, step.sequences)
         for component, traced in self._components:
             call = self._call(traced, rows, spans)
+            if call is not None and not isinstance(traced, ComponentSpan):
+                for name, tensor in step.given.get(component.name, {}).items():
+                    call[0][name] = self._rows_of(traced.inputs[name].number, tensor)
             if call is not None and self._is_of_last_rows(call[1], len(step.tokens)):
                 call = self._last_rows(call, spans)
             if call is None:
@@ -112,6 +119,12 @@ class TensorRun:
             for name, tensor in call[0].items()
         }
         return inputs, call[1]
+
+    def _rows_of(self, number: int, tensor: Tensor) -> Tensor:
+        traced = self._graph.trace.tensors[number]
+        extents = [extent for at, extent in enumerate(traced.shape) if at != traced.token_axis]
+        extents = extents[1:] if traced.token_axis and traced.shape[0] == 1 else extents
+        return tensor.reshape(tensor.shape[0], *extents)
 
     def _as_traced(self, name: str, tensor: Tensor, tokens: int, sequences: int) -> Tensor:
         traced = self._graph.trace.tensors[self._names[name]]

@@ -82,20 +82,16 @@ class _Rank:
     def open(cls, worker: Any, folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
         """Begin on this worker."""
         # Imports torch, which vLLM's API server does without.
-        from degarble.harness.capture.engine.maps import vllm_component_maps  # noqa: PLC0415
         from degarble.harness.capture.engine.session import EngineCapture  # noqa: PLC0415
         from degarble.harness.capture.options import CaptureRequest  # noqa: PLC0415
-        from degarble.harness.model.config.json_file import config_from_file  # noqa: PLC0415
 
         if cls.NAME in vars(worker):
             raise InvalidArgument("capture", "open already", "one at a time", "Close it first.")
         ranks = _require_plain(worker.vllm_config)
         model, runner = worker.get_model(), worker.model_runner
-        places = vllm_component_maps(
-            config_from_file(Path(_checkpoint(worker)) / "config.json"), ranks
-        )
+        places, facts = _maps(Path(_checkpoint(worker)), model, ranks)
         own = folder / f"rank-{worker.rank:04}"
-        capture = EngineCapture(own, model, places, CaptureRequest.of_json(raw))
+        capture = EngineCapture(own, model, places, CaptureRequest.of_json(raw), facts)
         stack = ExitStack()
         rank = cls(capture, stack, str(worker.vllm_config.model_config.quantization))
         try:
@@ -138,6 +134,37 @@ class _Rank:
         self._stack.close()
         found: dict[str, Any] = self.capture.close()
         return found | {"method": self._method}
+
+
+def _maps(checkpoint: Path, model: Any, ranks: int) -> tuple[Any, dict[str, Any]]:
+    """Return the map of DeepSeek-V4, or one derived from the modules of any other model."""
+    from degarble.harness.capture.engine.maps import vllm_component_maps  # noqa: PLC0415  torch
+    from degarble.harness.capture.engine.traced import maps_of_model  # noqa: PLC0415  as above
+
+    raw = _raw_config(checkpoint)
+    known = _known_config(raw)
+    if known is not None:
+        return vllm_component_maps(known, ranks), {}
+    return maps_of_model(model, raw, ranks)
+
+
+def _raw_config(checkpoint: Path) -> dict[str, Any]:
+    from degarble.harness.base.files import read_small_text  # noqa: PLC0415  with the engine
+
+    found: dict[str, Any] = json.loads(read_small_text(checkpoint / "config.json", 1 << 24))
+    return found
+
+
+def _known_config(raw: dict[str, Any]) -> Any:
+    """Return the config of a family with a hand-written map; None for any other."""
+    from degarble.harness.model.config.config import V4Config  # noqa: PLC0415  with the engine
+    from degarble.harness.model.config.json_file import config_from_dict  # noqa: PLC0415  above
+
+    try:
+        config = config_from_dict(raw)
+    except DegarbleError:
+        return None  # a traced family: transformers judges its config
+    return config if isinstance(config, V4Config) else None
 
 
 def _require_plain(config: Any) -> int:
@@ -283,11 +310,17 @@ def joined(checkpoint: Path, place: Path, state: dict[str, Any]) -> list[str]:
     from degarble.harness.capture.engine.maps import vllm_component_maps  # noqa: PLC0415  as above
     from degarble.harness.capture.engine.ranks import join_ranks  # noqa: PLC0415  as above
     from degarble.harness.capture.engine.session import require_calls  # noqa: PLC0415  as above
+    from degarble.harness.capture.engine.traced import join_traced  # noqa: PLC0415  as above
     from degarble.harness.engine.conventions.registry import KEY  # noqa: PLC0415  as above
     from degarble.harness.inference.model import open_model  # noqa: PLC0415  as above
 
     require_calls(state)
     ranks = sorted(place.glob("rank-*"))
+    if _known_config(_raw_config(checkpoint)) is None:
+        apart = join_traced(ranks, checkpoint, place)
+        for folder in (*ranks, place / "joined"):
+            shutil.rmtree(folder)
+        return apart
     with open_model(checkpoint) as model:
         places = vllm_component_maps(model.config, len(ranks))
         facts = facts_of(checkpoint, model, CaptureSettings()) | {

@@ -185,6 +185,21 @@ class Attention(nn.Module):
         return torch.cat(parts).reshape(len(q), -1)
 
 
+class Router:
+    """Chooses experts; no module, as in vLLM."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def select_experts(self, hidden_states: Tensor, router_logits: Tensor) -> Any:
+        del hidden_states
+        scores = router_logits.float().softmax(-1)
+        weights, experts = scores.topk(self._config.num_experts_per_tok, -1)
+        if self._config.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, experts.int()
+
+
 class MoERunner(nn.Module):
     """Routed experts; each rank has some of them."""
 
@@ -192,16 +207,8 @@ class MoERunner(nn.Module):
         super().__init__()
         self.w13, self.w2 = (nn.Parameter(rank.part(w), requires_grad=False) for w in (w13, w2))
         self._first, self._rank = rank.number * len(self.w13), rank
-        self._chosen, self._renormalise = config.num_experts_per_tok, config.norm_topk_prob
-        self.router = SimpleNamespace(select_experts=self._select)
+        self.router = Router(config)
         object.__setattr__(self, "_gate", gate)  # a module of the block, as in vLLM
-
-    def _select(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-        del hidden_states
-        weights, experts = router_logits.float().softmax(-1).topk(self._chosen, -1)
-        if self._renormalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, experts.int()
 
     def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
         del router_logits  # the router runs in here

@@ -104,10 +104,20 @@ class _Joiner:
                     self._apart.setdefault(f"{site}: rank {rank} is not as rank 0")
             tensor = self._ranks[0].tensor(here[0])
         else:
-            tensors = [rank.tensor(each) for rank, each in zip(self._ranks, here, strict=True)]
+            tensors = [
+                self._flat(seen, rank.tensor(each))
+                for rank, each in zip(self._ranks, here, strict=True)
+            ]
             tensor = joined(site, seen.share, tensors)
         snapshot = self._snapshots.take(tensor)
         return PendingTensor(snapshot.payload, tuple(tensor.shape), here[0].rows)
+
+    def _flat(self, seen: TensorLocation, tensor: Tensor) -> Tensor:
+        """Put heads side by side, where an engine gives each a row and the map counts columns."""
+        share = seen.share
+        wide = share.held is ShareKind.PART and share.dim == -1 and tensor.ndim > 2
+        needs = wide and tensor.shape[-1] * len(self._ranks) < max(share.extents)
+        return tensor.flatten(1) if needs else tensor
 
 
 def joined(name: str, share: CapturedRankShare, tensors: Sequence[Tensor]) -> Tensor:

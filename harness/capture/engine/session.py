@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -321,12 +322,13 @@ class EngineCapture:
         model: nn.Module,
         sightings: Iterable[ComponentMap],
         request: CaptureRequest,
+        facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         places = list(sightings)
         request.wanted.require_choosing(place.component for place in places)
         self._selection = RequestSelection(request)
         self._stack = ExitStack()
-        self._writer = self._stack.enter_context(CaptureWriter(folder, {}))
+        self._writer = self._stack.enter_context(CaptureWriter(folder, facts))
         recorder = Recorder(self._writer, request.wanted)
         self._taps = Taps(places, recorder, request.nbytes)
         try:

@@ -118,7 +118,7 @@ def import_dump(options: ImportOptions) -> ImportSummary:
             )  # fmt: skip
         config = TracedConfig(whole.text, whole.dtype, tuple(read.recorded))
         writer = stack.enter_context(
-            CaptureWriter(options.out, _facts(options, checkpoint, config))
+            CaptureWriter(options.out, traced_facts(checkpoint, config, options.kind))
         )
         run = TensorRun(config, Recorder(writer), read.unknown)
         for step in read.steps:
@@ -128,19 +128,20 @@ def import_dump(options: ImportOptions) -> ImportSummary:
     return ImportSummary(options.out, config, coverage, read, dict(run.left_out))
 
 
-def _facts(options: ImportOptions, checkpoint: Checkpoint, config: TracedConfig) -> dict[str, Any]:
+def traced_facts(checkpoint: Checkpoint, config: TracedConfig, backend: str) -> dict[str, Any]:
+    """Return the manifest's facts of a run that some engine computed."""
     stated = (checkpoint.root / CHECKPOINT_MANIFEST).exists()
     return {
         "source": {
-            "name": options.model.name,
-            "path": str(options.model.resolve()),
+            "name": checkpoint.root.name,
+            "path": str(checkpoint.root.resolve()),
             "fingerprint": fingerprint(checkpoint),
             "content": Manifest.read(checkpoint.root).content if stated else None,
         },
         "family": config.family,
         "config": config.raw,
         "recorded": list(config.recorded),
-        "backend": options.kind,
+        "backend": backend,
         "versions": {
             "degarble": VERSION,
             "python": platform.python_version(),

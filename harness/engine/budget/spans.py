@@ -149,6 +149,10 @@ def _slack(call: JudgeableCall, facts: TracedFacts, inputs: dict[str, Tensor]) -
             errors.of(made[name]).isfinite(), errors.of(made[name]), torch.inf
         ).reshape(rows, -1)
         flat = out.reshape(rows, -1)
+        if not out.is_floating_point():
+            slack = torch.where(doubtful[:, None], _UNJUDGED, torch.zeros(flat.shape))
+            found[name] = _Slack(slack, torch.zeros(flat.shape, dtype=torch.bool), doubtful)
+            continue
         size = flat.square().mean(1, keepdim=True).sqrt()
         apart = torch.stack([run[name].reshape(rows, -1) - flat for run in runs])
         deviation = apart.square().mean((0, 2)).sqrt()[:, None].expand_as(flat) * MARGIN

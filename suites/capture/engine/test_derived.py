@@ -1,0 +1,152 @@
+"""The derived map of an engine's modules: healthy runs agree, faults of a loader are placed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.capture.engine.derived import EngineTree, derived_maps
+from degarble.harness.capture.engine.session import EngineCapture, Scheduled
+from degarble.harness.capture.engine.traced import join_traced, maps_of_model
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.imports.importing import recorded_config
+from degarble.harness.capture.options import CaptureRequest
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.model.recipes import recipe_named
+from degarble.references.numerics import Numerics
+from degarble.references.traced.family import TracedModel
+from degarble.suites.capture.imports import dumps
+from degarble.suites.references.traced.traced_models import (
+    built,
+    config_of,
+    raw_config,
+    weights_of,
+)
+from degarble.suites.support.engine_stand_in import engine_models, generated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.needs("transformers")
+
+
+def _judged(
+    name: str, folder: Path, ranks: int, plant: Callable[[int, Any], object] | None = None
+) -> Any:
+    """Capture two requests of an engine on its ranks, join, and judge."""
+    source = dumps.checkpoint(name, folder / "ckpt")
+    models = engine_models(source, ranks)
+    raw = raw_config(name, torch.bfloat16)
+    captures = []
+    for number, model in enumerate(models):
+        if plant is not None:
+            plant(number, model.model)
+        places, facts = maps_of_model(model, raw, ranks)
+        own = folder / f"rank-{number}"
+        captures.append(EngineCapture(own, model, places, CaptureRequest(count=2), facts))
+
+    def before(rank: int, batch: Any, _ids: Any, _positions: Any) -> None:
+        captures[rank].batch([Scheduled(str(n), start, tokens) for n, start, tokens in batch])
+
+    generated(models, dumps.PROMPTS, 3, before)
+    for capture in captures:
+        capture.close()
+    out = folder / "out"
+    apart = join_traced([folder / f"rank-{n}" for n in range(ranks)], folder / "ckpt", out)
+    joined = Capture.open(out)
+    config: Any = recorded_config(joined.facts)
+    exact = torch.float64
+    numerics = replace(Numerics.bf16(), work=exact, products=exact, store=torch.bfloat16)
+    twin = TracedModel(config, numerics, weights_of(built(name, torch.bfloat16)))
+    return localise(twin, recipe_named("bf16", config), joined), apart
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_healthy_engine_agrees(tmp_path: Path, name: str, ranks: int) -> None:
+    found, apart = _judged(name, tmp_path, ranks)
+    assert found.verdict == "AGREES", [origin.component for origin in found.origins]
+    assert not found.unjudged
+    assert not apart
+    judged = {row.component.name for row in found.rows}
+    # Every linear, norm and sum by itself, attention with its cache, rotations with their angles.
+    assert {"layers.1.self_attn.attention", "layers.1.self_attn.rotation", "lm_head"} <= judged
+    assert not {each for each in judged if each.endswith(".span")}
+
+
+def _swapped(path: str) -> Callable[[int, Any], None]:
+    def plant(_rank: int, model: Any) -> None:
+        weight = model.layers[1].get_submodule(path).weight.data
+        weight.copy_(torch.cat(weight.chunk(2)[::-1]))
+
+    return plant
+
+
+def _key_and_value(_rank: int, model: Any) -> None:
+    projection = model.layers[1].self_attn.qkv_proj
+    q, k, v = projection.weight.data.split(model.layers[1].self_attn._sizes)
+    projection.weight.data.copy_(torch.cat([q, v, k]))
+
+
+def _other_layer(_rank: int, model: Any) -> None:
+    layers = model.layers
+    layers[1].input_layernorm.weight.data.copy_(layers[0].input_layernorm.weight.data)
+
+
+def _experts(_rank: int, model: Any) -> None:
+    weight = model.layers[1].mlp.experts.w2.data
+    weight.copy_(weight[[1, 0, *range(2, len(weight))]])
+
+
+def _one_rank(rank: int, model: Any) -> None:
+    if rank == 1:
+        weight = model.layers[1].mlp.down_proj.weight.data
+        weight.copy_(weight.roll(1, 1))
+
+
+_PLANTS = {
+    "gate and up": (
+        "llama", 1, _swapped("mlp.gate_up_proj"), {"layers.1.mlp.gate_proj", "layers.1.mlp.up_proj"}
+    ),
+    "key and value": (
+        "llama", 1, _key_and_value, {"layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj"}
+    ),
+    "norm of another layer": ("llama", 2, _other_layer, {"layers.1.input_layernorm"}),
+    "columns of one rank": ("llama", 2, _one_rank, {"layers.1.mlp.down_proj"}),
+    "two experts exchanged": ("qwen3_moe", 1, _experts, {"layers.1.mlp.experts"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", _PLANTS)
+def test_a_fault_of_the_loader_is_placed(tmp_path: Path, plant: str) -> None:
+    name, ranks, change, blamed = _PLANTS[plant]
+    found, _ = _judged(name, tmp_path, ranks, change)
+    assert {origin.component for origin in found.origins} == blamed
+
+
+def test_a_tree_survives_json() -> None:
+    (model,) = engine_models(built("qwen3_moe", torch.bfloat16))
+    tree = EngineTree.from_model(model, 2)
+    again = EngineTree.of_json(json.loads(json.dumps(tree.document())))
+    assert again == tree
+    assert tree.packed["qkv_proj"] == ("q_proj", "k_proj", "v_proj")
+
+
+def test_few_key_heads_are_copies_on_consecutive_ranks() -> None:
+    (model,) = engine_models(built("llama", torch.bfloat16))
+    maps = derived_maps(EngineTree.from_model(model, 4), config_of("llama").whole)
+    (keys,) = (each for each in maps if each.component == "layers.0.self_attn.k_proj")
+    # Two key heads of 16 on four ranks: each has one, behind its query head.
+    assert keys.outputs["out"].columns == (16, 32)
+    assert keys.outputs["out"].share.copies == 2
+
+
+def test_modules_of_another_model_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="engine's modules"):
+        derived_maps(EngineTree.from_paths(["transformer.wte"]), config_of("llama").whole)
