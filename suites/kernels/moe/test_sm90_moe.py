@@ -249,7 +249,9 @@ def test_fc1_shows_what_its_swiglu_gets(weighting: str, tactic: Any) -> None:
     given = checks.given_of(case)
     result = checks.on_device(case, given)
     assert not checks.shown(case, given, result)
-    other = result._replace(workspace=result.workspace._replace(x=result.workspace.hidden))
+    x = result.workspace.x
+    negated = x._replace(codes=x.codes ^ 0x88)
+    other = result._replace(workspace=result.workspace._replace(x=negated))
     assert checks.shown(case, given, other)
 
 
