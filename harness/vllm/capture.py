@@ -137,7 +137,7 @@ class _Rank:
 
 
 def _maps(checkpoint: Path, model: Any, ranks: int) -> tuple[Any, dict[str, Any]]:
-    """Return the map of DeepSeek-V4, or one derived from the modules of any other model."""
+    """Return the hand-written map of a family, or one derived from the modules of any other."""
     from degarble.harness.capture.engine.maps import vllm_component_maps  # noqa: PLC0415  torch
     from degarble.harness.capture.engine.traced import maps_of_model  # noqa: PLC0415  as above
 
@@ -156,15 +156,13 @@ def _raw_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def _known_config(raw: dict[str, Any]) -> Any:
-    """Return the config of a family with a hand-written map; None for any other."""
-    from degarble.harness.model.config.config import V4Config  # noqa: PLC0415  with the engine
-    from degarble.harness.model.config.json_file import config_from_dict  # noqa: PLC0415  above
+    """Return the config of a family with a hand-written reference; None for any other."""
+    from degarble.harness.model.config.json_file import config_from_dict  # noqa: PLC0415  torch
 
     try:
-        config = config_from_dict(raw)
+        return config_from_dict(raw)
     except DegarbleError:
         return None  # a traced family: transformers judges its config
-    return config if isinstance(config, V4Config) else None
 
 
 def _require_plain(config: Any) -> int:
