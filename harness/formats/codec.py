@@ -8,6 +8,7 @@ Shape letters: K elements, P = K / 2 bytes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,12 @@ from degarble.harness.formats.number_formats import (
     FP16,
     FP32,
     UE8M0,
+    ElementFormat,
     NanRule,
     NibbleOrder,
     Overflow,
     Rounding,
+    TableFormat,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from degarble.harness.formats.number_formats import ElementFormat
+    from degarble.harness.formats.number_formats import NumberFormat
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,14 +121,14 @@ def require_bytes(name: str, tensor: Tensor) -> None:
 # - UE8M0 has neither sign nor zero: negatives raise; zero and all below 2**-127 become 2**-127.
 
 
-def is_nan(code: int, fmt: ElementFormat) -> bool:
+def is_nan(code: int, fmt: NumberFormat) -> bool:
     """Return whether `code` stands for no number."""
-    if isinstance(fmt.nan_codes, str):
+    if isinstance(fmt, ElementFormat) and isinstance(fmt.nan_codes, str):
         return (code & fmt.magnitude_mask) > fmt.exponent_mask << fmt.mantissa_bits
     return code in fmt.nan_codes
 
 
-def decode(code: int, fmt: ElementFormat) -> float:
+def decode(code: int, fmt: NumberFormat) -> float:
     """Return the number that `code` stands for, exactly."""
     if not 0 <= code < fmt.code_count:
         raise InvalidArgument(
@@ -134,6 +137,9 @@ def decode(code: int, fmt: ElementFormat) -> float:
             f"an integer from 0 to {fmt.code_count - 1}",
             "Mask the code to the width of the format first.",
         )
+    if isinstance(fmt, TableFormat):
+        return fmt.table[code]
+    assert isinstance(fmt, ElementFormat), fmt
     if is_nan(code, fmt):
         return math.nan
     sign = -1.0 if code & fmt.sign_mask else 1.0
@@ -150,7 +156,7 @@ def decode(code: int, fmt: ElementFormat) -> float:
 
 def encode(
     value: float,
-    fmt: ElementFormat,
+    fmt: NumberFormat,
     rounding: Rounding = Rounding.NEAREST_EVEN,
     overflow: Overflow = Overflow.SATURATE,
     nan: NanRule = NanRule.REFUSE,
@@ -167,6 +173,9 @@ def encode(
             "a number that is not negative",
             "The format has no sign; encode the magnitude, or look why a scale is negative.",
         )
+    if isinstance(fmt, TableFormat):
+        return _nearest_code(value, fmt, rounding)
+    assert isinstance(fmt, ElementFormat), fmt
     sign = fmt.sign_mask if negative else 0
     if math.isinf(value):
         return overflow_code(fmt, overflow, sign)
@@ -178,6 +187,25 @@ def encode(
     return overflow_code(fmt, overflow, sign)
 
 
+def _nearest_code(value: float, fmt: TableFormat, rule: Rounding) -> int:
+    """Return the code of a neighbour in the table; beyond its ends, the end."""
+    values = [fmt.table[code] for code in fmt.ranked]
+    if not values[0] < value < values[-1]:
+        return fmt.ranked[0 if value <= values[0] else -1]
+    above = bisect_left(values, value)
+    if values[above] == value:
+        return fmt.ranked[above]
+    middle = (values[above - 1] + values[above]) / 2  # exact: float32 holds both
+    lower, upper = fmt.ranked[above - 1], fmt.ranked[above]
+    if rule is Rounding.NEAREST_EVEN:
+        up = value > middle or (value == middle and lower % 2 == 1)
+    elif rule is Rounding.NEAREST_AWAY:
+        up = value > middle or (value == middle and value > 0)
+    else:
+        up = points_toward_zero(rule, value < 0) == (value < 0)
+    return upper if up else lower
+
+
 def points_toward_zero(rounding: Rounding, negative: bool) -> bool:
     """Return whether the rule never increases the magnitude of a number of this sign."""
     if rounding is Rounding.TOWARD_ZERO:
@@ -185,7 +213,7 @@ def points_toward_zero(rounding: Rounding, negative: bool) -> bool:
     return rounding is (Rounding.UP if negative else Rounding.DOWN)
 
 
-def encoded_nan(fmt: ElementFormat, nan: NanRule) -> int:
+def encoded_nan(fmt: NumberFormat, nan: NanRule) -> int:
     """Return the code that NaN becomes, or refuse it."""
     if fmt.nan_code is not None:
         return fmt.nan_code
@@ -196,10 +224,12 @@ def encoded_nan(fmt: ElementFormat, nan: NanRule) -> int:
             f"a number: {fmt.name} has no NaN",
             "Find where the NaN arose, or name a NanRule (LARGEST is what the hardware does).",
         )
-    return fmt.largest_code if nan is NanRule.LARGEST else 0
+    if nan is NanRule.LARGEST:
+        return fmt.largest_code
+    return _nearest_code(0.0, fmt, Rounding.NEAREST_EVEN) if isinstance(fmt, TableFormat) else 0
 
 
-def refuse_silent_overflow(fmt: ElementFormat, overflow: Overflow) -> None:
+def refuse_silent_overflow(fmt: NumberFormat, overflow: Overflow) -> None:
     """Raise if Overflow.IEEE is asked of a format that has neither an infinity nor a NaN."""
     if overflow is Overflow.IEEE and fmt.infinity_code is None and fmt.nan_code is None:
         raise InvalidArgument(
@@ -272,7 +302,7 @@ FORMAT_OF_DTYPE: dict[torch.dtype, ElementFormat] = {
 _BIT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def code_dtype(fmt: ElementFormat) -> torch.dtype:
+def code_dtype(fmt: NumberFormat) -> torch.dtype:
     """Return the dtype that holds codes of `fmt`, every one of them without a sign."""
     if fmt.bits <= 8:
         return torch.uint8
@@ -293,7 +323,7 @@ def codes_of(tensor: Tensor) -> Tensor:
     return bits.to(code_dtype(fmt)) & (fmt.code_count - 1)
 
 
-def decode_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
+def decode_array(codes: Tensor, fmt: NumberFormat) -> Tensor:
     """Return the float32 values that `codes` (any integer dtype) stand for, exactly."""
     if codes.dtype not in _INTEGER_DTYPES:
         raise DtypeMismatch(
@@ -315,7 +345,7 @@ def decode_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def decode_pairs(
-    packed_P: Tensor, fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype
+    packed_P: Tensor, fmt: NumberFormat, order: NibbleOrder, dtype: torch.dtype
 ) -> Tensor:
     """Return the values [..., 2 P] of bytes that hold two 4-bit codes, in float32 or float64."""
     if not _is_looked_up(packed_P):
@@ -332,7 +362,7 @@ def decode_pairs(
 
 def encode_array(
     values: Tensor,
-    fmt: ElementFormat,
+    fmt: NumberFormat,
     rounding: Rounding = Rounding.NEAREST_EVEN,
     overflow: Overflow = Overflow.SATURATE,
     nan: NanRule = NanRule.REFUSE,
@@ -351,9 +381,9 @@ def encode_array(
     )
 
 
-def is_nan_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
+def is_nan_array(codes: Tensor, fmt: NumberFormat) -> Tensor:
     """Return which codes stand for no number."""
-    if isinstance(fmt.nan_codes, str):
+    if isinstance(fmt, ElementFormat) and isinstance(fmt.nan_codes, str):
         return (codes & fmt.magnitude_mask) > fmt.exponent_mask << fmt.mantissa_bits
     found = torch.zeros_like(codes, dtype=torch.bool)
     for code in fmt.nan_codes:
@@ -375,7 +405,7 @@ def _is_looked_up(codes: Tensor) -> bool:
 
 
 @cache
-def _table(fmt: ElementFormat) -> NDArray[np.float32]:
+def _table(fmt: NumberFormat) -> NDArray[np.float32]:
     """Return every value of a format of 8 bits or fewer, indexed by code."""
     with torch.inference_mode(mode=False):
         made: NDArray[np.float32] = _decode_piece(torch.arange(fmt.code_count), fmt).numpy()
@@ -383,7 +413,7 @@ def _table(fmt: ElementFormat) -> NDArray[np.float32]:
 
 
 @cache
-def _pair_table(fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype) -> NDArray[Any]:
+def _pair_table(fmt: NumberFormat, order: NibbleOrder, dtype: torch.dtype) -> NDArray[Any]:
     """Return both values of every byte, each pair viewed as one number of twice their size."""
     with torch.inference_mode(mode=False):
         codes = unpack_nibbles(torch.arange(256, dtype=torch.uint8), order)
@@ -392,7 +422,7 @@ def _pair_table(fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype) -> N
     return values.view(np.complex128 if dtype is torch.float64 else np.int64)
 
 
-def _decode_piece(codes: Tensor, fmt: ElementFormat) -> Tensor:
+def _decode_piece(codes: Tensor, fmt: NumberFormat) -> Tensor:
     code = codes.to(torch.int64)
     if codes.dtype is not torch.uint8 or fmt.bits < 8:
         wrong = (code < 0) | (code >= fmt.code_count)
@@ -403,6 +433,9 @@ def _decode_piece(codes: Tensor, fmt: ElementFormat) -> Tensor:
                 f"an integer from 0 to {fmt.code_count - 1}",
                 "Mask the codes to the width of the format first.",
             )
+    if isinstance(fmt, TableFormat):
+        return torch.tensor(fmt.table, dtype=torch.float32, device=code.device)[code]
+    assert isinstance(fmt, ElementFormat), fmt
     magnitude = code & fmt.magnitude_mask
     exponent = magnitude >> fmt.mantissa_bits
     significand = magnitude & fmt.mantissa_mask
@@ -424,7 +457,7 @@ def _decode_piece(codes: Tensor, fmt: ElementFormat) -> Tensor:
 
 def _encode_piece(
     values: Tensor,
-    fmt: ElementFormat,
+    fmt: NumberFormat,
     rounding: Rounding,
     overflow: Overflow,
     nan: NanRule,
@@ -439,6 +472,9 @@ def _encode_piece(
             "a number that is not negative",
             "The format has no sign; encode the magnitude, or look why a scale is negative.",
         )
+    if isinstance(fmt, TableFormat):
+        return _nearest_codes(value, fmt, rounding, encoded_nan(fmt, nan) if is_nan.any() else 0)
+    assert isinstance(fmt, ElementFormat), fmt
     code = _round_magnitudes(value.abs(), negative, fmt, rounding)
     sign = negative.to(torch.int64) * fmt.sign_mask
     beyond = overflow_code(fmt, overflow, 0)
@@ -454,6 +490,26 @@ def _encode_piece(
     if bool(is_nan.any()):
         code[is_nan] = encoded_nan(fmt, nan)
     return code.to(code_dtype(fmt))
+
+
+def _nearest_codes(value: Tensor, fmt: TableFormat, rule: Rounding, nan_code: int) -> Tensor:
+    """Return the codes of neighbours in the table: the twin of _nearest_code."""
+    ranked = torch.tensor(fmt.ranked, device=value.device)
+    values = torch.tensor(fmt.table, dtype=torch.float64, device=value.device)[ranked]
+    inside = value.clamp(values[0], values[-1]).nan_to_num(0.0)
+    above = torch.searchsorted(values, inside).clamp(min=1)
+    lower, upper = ranked[above - 1], ranked[above]
+    middle = (values[above - 1] + values[above]) / 2
+    exact = inside == values[above]
+    if rule in {Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY}:
+        ties_up = lower % 2 == 1 if rule is Rounding.NEAREST_EVEN else inside > 0
+        up = (inside > middle) | ((inside == middle) & ties_up)
+    else:
+        negative = inside < 0
+        up = _toward_zero(rule, negative) == negative
+        up &= inside > values[above - 1]  # the smallest value itself
+    code = torch.where(up | exact, upper, lower)
+    return torch.where(value.isnan(), nan_code, code).to(code_dtype(fmt))
 
 
 def _toward_zero(rounding: Rounding, negative: Tensor) -> Tensor:
@@ -498,35 +554,41 @@ def _round_magnitudes(
 # A code's ordinal is its magnitude code with the sign of the number, so that neighbours differ by
 # one across binades, through zero and into the subnormals. -0 and +0 share ordinal 0. An infinity
 # is one step beyond the largest finite number. Two NaN are at distance 0, a NaN and a number at
-# `nan_distance(fmt)`, which exceeds every distance of numbers.
+# `nan_distance(fmt)`, which exceeds every distance of numbers. Ordinals of a table rank its values.
 
 
-def nan_distance(fmt: ElementFormat) -> int:
+def nan_distance(fmt: NumberFormat) -> int:
     """Return the distance between a NaN and any number."""
     return fmt.code_count
 
 
-def ordinal(code: int, fmt: ElementFormat) -> int:
+def ordinal(code: int, fmt: NumberFormat) -> int:
     """Return the index of a code on the number line; for a NaN the result is meaningless."""
+    if isinstance(fmt, TableFormat):
+        return fmt.ranked.index(code)
+    assert isinstance(fmt, ElementFormat), fmt
     magnitude = code & fmt.magnitude_mask
     return -magnitude if code & fmt.sign_mask else magnitude
 
 
-def ulp_distance(code: int, other: int, fmt: ElementFormat) -> int:
+def ulp_distance(code: int, other: int, fmt: NumberFormat) -> int:
     """Return the steps between two codes: the definition."""
     if is_nan(code, fmt) or is_nan(other, fmt):
         return 0 if is_nan(code, fmt) and is_nan(other, fmt) else nan_distance(fmt)
     return abs(ordinal(code, fmt) - ordinal(other, fmt))
 
 
-def ordinal_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
+def ordinal_array(codes: Tensor, fmt: NumberFormat) -> Tensor:
     """Return the int64 ordinals of codes."""
     code = codes.to(torch.int64)
+    if isinstance(fmt, TableFormat):
+        return torch.tensor(fmt.ranked, device=code.device).argsort()[code]
+    assert isinstance(fmt, ElementFormat), fmt
     magnitude = code & fmt.magnitude_mask
     return torch.where((code & fmt.sign_mask) != 0, -magnitude, magnitude)
 
 
-def ulp_distance_array(codes: Tensor, others: Tensor, fmt: ElementFormat) -> Tensor:
+def ulp_distance_array(codes: Tensor, others: Tensor, fmt: NumberFormat) -> Tensor:
     """Return the int64 steps between two tensors of codes: the fast twin."""
     if codes.shape != others.shape:
         raise ShapeMismatch(

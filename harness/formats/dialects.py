@@ -12,22 +12,26 @@ tensor; b block scale after rounding; q largest element value (6), Q largest sca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import DialectMismatch, UnknownName
 from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
     FP8_1X128_F32,
     FP8_1X128_UE8M0,
     FP8_128X128_F32,
     FP8_128X128_UE8M0,
+    FP8_ROW,
+    FP8_TENSOR,
     MXFP4,
     MXFP8,
     NVFP4,
     Rounding,
     ScaleDirection,
+    TableFormat,
 )
 
 if TYPE_CHECKING:
@@ -125,7 +129,7 @@ class Dialect:
     name: str
     source: str
     bit_exact: bool  # False: the device uses approximate reciprocals; rounded ones model them here
-    rules: tuple[BlockRule, ...]
+    rules: tuple[BlockRule, ...] = field(repr=False)
 
     def rule_for(self, fmt: BlockFormat) -> BlockRule:
         """Return the rule for a format; where none is recorded for this producer, refuse."""
@@ -150,6 +154,19 @@ def _fp8_rule(fmt: BlockFormat, rounding: Rounding) -> BlockRule:
         value=ValueRule.OVER_BLOCK,
         amax_floor=1e-4,
         scale_rounding=rounding,
+    )
+
+
+def _one_scale_rule(fmt: BlockFormat, non_finite: NonFinite) -> BlockRule:
+    """Divide by amax / q, or by range / (codes - 1) with zero points; 1 for a block of zeros."""
+    return BlockRule(
+        format=fmt,
+        tensor_scale=TensorScaleRule.ABSENT,
+        stored_direction=None,
+        block_scale=BlockScaleRule.AMAX_SHARE,
+        value=ValueRule.OVER_BLOCK,
+        zero_scale_before=1.0,
+        non_finite=non_finite,
     )
 
 
@@ -189,6 +206,13 @@ CANONICAL = Dialect(
         _fp8_rule(FP8_128X128_UE8M0, Rounding.UP),
         _fp8_rule(FP8_1X128_F32, Rounding.NEAREST_EVEN),
         _fp8_rule(FP8_1X128_UE8M0, Rounding.UP),
+        _one_scale_rule(FP8_ROW, NonFinite.SUPPRESSED),
+        _one_scale_rule(FP8_TENSOR, NonFinite.SUPPRESSED),
+        *(
+            _one_scale_rule(fmt, NonFinite.REFUSED)
+            for fmt in BLOCK_FORMATS.values()
+            if isinstance(fmt.element, TableFormat)
+        ),
     ),
 )
 

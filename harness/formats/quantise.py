@@ -42,6 +42,7 @@ from degarble.harness.formats.fast import nvfp4 as fast_nvfp4
 from degarble.harness.formats.layouts import LINEAR, from_layout, require_storage, to_layout
 from degarble.harness.formats.number_formats import (
     NVFP4,
+    WHOLE,
     BlockFormat,
     NanRule,
     NibbleOrder,
@@ -84,6 +85,8 @@ class QuantisedTensor:
     codes         uint8: [..., M, K], or [..., M, K/2] where two codes share a byte
     block_scale   linear: [..., R, C], uint8 codes or float32; another layout: uint8 [..., S]
     tensor_scale  float32, one number or one per leading index; None where the format has none
+    zero_point    float32 [..., R, C], the element that stands for 0; None where the format has none
+    group_index   int32 [K], the block of each column where columns are not in order (act-order)
     direction     of tensor_scale, None with it; nibble_order is None for unpacked formats
     """
 
@@ -96,6 +99,8 @@ class QuantisedTensor:
     direction: ScaleDirection | None
     nibble_order: NibbleOrder | None
     shape: tuple[int, ...]
+    zero_point: Tensor | None = None
+    group_index: Tensor | None = None
 
     def __repr__(self) -> str:
         facts = (self.dialect.name, self.layout.name, self.direction, self.nibble_order)
@@ -109,6 +114,8 @@ class QuantisedTensor:
         _require_extents("codes", self.codes, codes_shape(self.shape, self.format))
         self._check_block_scale()
         self._check_tensor_scale()
+        self._check_zero_point()
+        self._check_group_index()
         if (self.nibble_order is not None) != self.format.packed:
             raise InvalidArgument(
                 "nibble_order",
@@ -155,6 +162,34 @@ class QuantisedTensor:
             return
         _require_tensor("tensor_scale", self.tensor_scale, torch.float32)
         require_scale_extents("tensor_scale", self.tensor_scale, self.shape)
+
+    def _check_zero_point(self) -> None:
+        if (self.zero_point is not None) != self.format.zero_point:
+            raise InvalidArgument(
+                f"zero_point of a {self.format.name} tensor",
+                type(self.zero_point).__name__,
+                "float32 zero points" if self.format.zero_point else "None",
+                "Take the format that has zero points where they are stored; 0 is not assumed.",
+            )
+        if self.zero_point is not None:
+            _require_tensor("zero_point", self.zero_point, torch.float32)
+            _require_extents("zero_point", self.zero_point, scale_shape(self.shape, self.format))
+
+    def _check_group_index(self) -> None:
+        index = self.group_index
+        if index is None:
+            return
+        _require_tensor("group_index", index, torch.int32)
+        _require_extents("group_index", index, self.shape[-1:])
+        groups = scale_shape(self.shape, self.format)[-1]
+        wrong = (index < 0) | (index >= groups)
+        if bool(wrong.any()):
+            raise InvalidArgument(
+                f"group_index of column {int(wrong.nonzero()[0])}",
+                int(index[wrong][0]),
+                f"a block from 0 to {groups - 1}",
+                "Check that scales and group index are of one module.",
+            )
 
     @property
     def decode_scale(self) -> Tensor:
@@ -277,14 +312,15 @@ def concatenate_rows(*tensors: QuantisedTensor) -> QuantisedTensor:
         raise InvalidArgument("tensors", (), "at least one", "Pass the parts in order.")
     require_same(*tensors)
     first = tensors[0]
+    zero_points = [tensor.zero_point for tensor in tensors if tensor.zero_point is not None]
     for tensor in tensors[1:]:
         _require_stackable(first, tensor)
     for tensor in tensors[:-1]:
-        if tensor.shape[-2] % first.format.block[0]:
+        if first.format.block[0] == WHOLE or tensor.shape[-2] % first.format.block[0]:
             raise ShapeMismatch(
                 f"rows of a {first.format.name} part",
                 tensor.shape[-2],
-                f"a multiple of {first.format.block[0]}",
+                f"a multiple of {first.format.block[0] or 'no number: one scale has all rows'}",
                 "Decode, concatenate and quantise again.",
             )
     linear = torch.cat([tensor.linear_scale_codes() for tensor in tensors], dim=-2)
@@ -295,6 +331,7 @@ def concatenate_rows(*tensors: QuantisedTensor) -> QuantisedTensor:
         block_scale=linear,
         layout=LINEAR,
         shape=(*first.shape[:-2], rows, first.shape[-1]),
+        zero_point=torch.cat(zero_points, dim=-2) if zero_points else None,
     ).with_layout(first.layout)
 
 
@@ -316,6 +353,15 @@ def _require_stackable(first: QuantisedTensor, tensor: QuantisedTensor) -> None:
             tensor.shape,
             f"{first.shape} apart from M",
             "Only rows can be stacked.",
+        )
+    mine, other = first.group_index, tensor.group_index
+    both = mine is not None and other is not None and torch.equal(mine, other)
+    if mine is not other and not both:
+        raise InvalidArgument(
+            "group_index of a part",
+            "another order of columns",
+            "that of the first part",
+            "Decode, concatenate and quantise again.",
         )
     if first.tensor_scale is not None and tensor.tensor_scale is not None:
         bits = (first.tensor_scale.view(torch.int32), tensor.tensor_scale.view(torch.int32))
@@ -407,7 +453,10 @@ def quantise(
     values = values.detach()  # a Parameter is quantised, not differentiated through
     given = {"amax": amax, "decode_scale": decode_scale, "encode_scale": encode_scale}
     scales = _tensor_scales(values, rule, given)
-    if dialect == CANONICAL and format == NVFP4 and _suits_fast_path(values, scales.encode):
+    zero_point = None
+    if format.zero_point:
+        codes, block_scale, zero_point = _quantise_affine(values, rule, scales)
+    elif dialect == CANONICAL and format == NVFP4 and _suits_fast_path(values, scales.encode):
         codes, block_scale, _ = fast_nvfp4.quantise_nvfp4(values, scales.encode)
     elif dialect == MODELOPT and format == NVFP4 and _suits_modelopt(values, scales.decode):
         codes, block_scale = fast_nvfp4.quantise_modelopt(values, float(scales.decode))
@@ -428,6 +477,7 @@ def quantise(
         direction=rule.stored_direction,
         nibble_order=NibbleOrder.LOW_EVEN if format.packed else None,
         shape=tuple(values.shape),
+        zero_point=zero_point,
     )
 
 
@@ -474,9 +524,33 @@ def quantise_definition(
     return codes, block_scale_RC.contiguous()
 
 
+def _quantise_affine(
+    values: Tensor, rule: BlockRule, scales: TensorScales
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and zero points of blocks whose range, with 0 in it, fills the codes."""
+    x_RrCc = _into_blocks(values, rule.format).float()
+    low_RC = -_amax(x_RrCc.clamp(max=0), (-3, -1), rule.non_finite)
+    range_RC = _amax(x_RrCc.clamp(min=0), (-3, -1), rule.non_finite) - low_RC
+    raw_RC = BLOCK_SCALE[rule.block_scale](range_RC, scales.for_blocks(2), rule, values.dtype)
+    stored_RC, scale_RC = _round_block_scale(raw_RC, range_RC, rule)
+    zero_RC = (-low_RC / scale_RC).round().clamp(0, rule.format.element.largest)
+    scale_R1C1, zero_R1C1 = (each[..., :, None, :, None] for each in (scale_RC, zero_RC))
+    shifted_RrCc = VALUE[rule.value](x_RrCc, scale_R1C1, scales).round() + zero_R1C1
+    elements = shifted_RrCc.clamp(0, rule.format.element.largest)
+    codes = _from_blocks(_encode_elements(elements, rule), tuple(values.shape))
+    if rule.format.packed:
+        codes = pack_nibbles(codes)
+    return codes, stored_RC.contiguous(), zero_RC.contiguous()
+
+
 def dequantise_definition(tensor: QuantisedTensor, dtype: torch.dtype) -> Tensor:
-    """Return element * block scale, then times decode scale or over encode scale, as `dtype`."""
+    """Return element * block scale, then times decode scale or over encode scale, as `dtype`.
+
+    Of an element its zero point is subtracted first, which is exact for integers.
+    """
     working = torch.float64 if dtype is torch.float64 else torch.float32
+    if tensor.zero_point is not None or tensor.group_index is not None:
+        return _dequantise_affine(tensor, working).to(dtype)
     # [..., R, 1, C, 1]: one scale for the r x c elements of its block.
     scale_R1C1 = tensor.scale_values().to(working)[..., :, None, :, None]
     # In place: the elements were made here, and no other reference exists.
@@ -488,6 +562,26 @@ def dequantise_definition(tensor: QuantisedTensor, dtype: torch.dtype) -> Tensor
         decodes = tensor.direction is ScaleDirection.DECODE
         value_RrCc = value_RrCc.mul_(factor) if decodes else value_RrCc.div_(factor)
     return _from_blocks(value_RrCc, tensor.shape).to(dtype)
+
+
+def spread_blocks(tensor: QuantisedTensor, number_RC: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return one number for each element [..., M, K], of all rows or of the chosen ones."""
+    count, columns = tensor.shape[-2:]
+    high, wide = tensor.format.extents(count, columns)
+    device = number_RC.device
+    row_M = torch.arange(count, device=device) if rows is None else rows
+    block_K = tensor.group_index
+    if block_K is None:
+        block_K = torch.arange(columns, device=device) // wide
+    return number_RC[..., row_M // high, :][..., block_K.long()]
+
+
+def _dequantise_affine(tensor: QuantisedTensor, dtype: torch.dtype) -> Tensor:
+    """Return (element - zero point) * block scale, each column's block by its index."""
+    value_MK = _elements(tensor, dtype)
+    if tensor.zero_point is not None:
+        value_MK = value_MK.sub_(spread_blocks(tensor, tensor.zero_point.to(dtype)))
+    return value_MK.mul_(spread_blocks(tensor, tensor.scale_values().to(dtype)))
 
 
 def _elements(tensor: QuantisedTensor, dtype: torch.dtype) -> Tensor:
@@ -621,7 +715,7 @@ def _require_given(name: str, scale: Tensor, values: Tensor) -> None:
 def _into_blocks(values: Tensor, fmt: BlockFormat) -> Tensor:
     """View [..., M, K] as [..., R, r, C, c]; cut-off blocks are filled up with zeros."""
     *leading, rows, columns = values.shape
-    block_rows, block_columns = fmt.block
+    block_rows, block_columns = fmt.extents(rows, columns)
     high, wide = scale_shape(values.shape, fmt)[-2:]
     # pad counts from the last dimension: columns first, then rows.
     missing = (0, wide * block_columns - columns, 0, high * block_rows - rows)

@@ -49,6 +49,7 @@ class Weight:
     """Either `value`, or `codes`, `block_scale` and `tensor_scale` read by `storage`.
 
     `input_scale` is the decode scale of the activations in front of it, where a checkpoint has one.
+    `zero_point` and `group_index` are those of QuantisedTensor.
     """
 
     value: Tensor | None = None
@@ -57,6 +58,8 @@ class Weight:
     tensor_scale: Tensor | None = None
     input_scale: Tensor | None = None
     storage: WeightEncoding | None = None
+    zero_point: Tensor | None = None
+    group_index: Tensor | None = None
     _decoded: dict[torch.dtype, _Decoded] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -76,6 +79,8 @@ class Weight:
             tensor_scale=tensor.tensor_scale,
             input_scale=input_scale,
             storage=storage,
+            zero_point=tensor.zero_point,
+            group_index=tensor.group_index,
         )
 
     @property
@@ -107,13 +112,16 @@ class Weight:
             direction=encoding.direction,
             nibble_order=encoding.nibble_order,
             shape=encoding.shape,
+            zero_point=self.zero_point,
+            group_index=self.group_index,
         )
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the values in `dtype`; decoded once while no field changes."""
         if self.storage is None and self.value is not None and self.value.dtype is dtype:
             return self.value
-        fields = (self.value, self.codes, self.block_scale, self.tensor_scale)
+        scales = (self.block_scale, self.tensor_scale, self.zero_point, self.group_index)
+        fields = (self.value, self.codes, *scales)
         parts = tuple(part for part in fields if part is not None)
         if any(part.is_inference() for part in parts):
             return self._decode(dtype)  # no version counter would tell of a change

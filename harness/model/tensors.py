@@ -52,6 +52,10 @@ class PartKind(StrEnum):
     BLOCK_SCALE = "block_scale"
     TENSOR_SCALE = "tensor_scale"
     INPUT_SCALE = "input_scale"
+    ZERO_POINT = "zero_point"
+    GROUP_INDEX = "group_index"
+    LOGICAL_SHAPE = "logical_shape"
+    CHANNEL_SCALE = "channel_scale"  # of activations, one a column
 
 
 _PART_DTYPES = {"E2M1": Dtype.U8, "E4M3": Dtype.F8_E4M3, "UE8M0": Dtype.F8_E8M0, "FP32": Dtype.F32}

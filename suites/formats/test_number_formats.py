@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.checkpoint.view.schemes import SCHEMES
 from degarble.harness.formats.cache_rows import CACHE_ROWS
 from degarble.harness.formats.codec import decode, encode, is_nan
 from degarble.harness.formats.layouts import ROW_ORDERS, SCALE_LAYOUTS
@@ -32,6 +33,7 @@ from degarble.harness.formats.number_formats import (
     MXFP4,
     MXFP8,
     NVFP4,
+    TABLE_FORMATS,
     UE8M0,
     ElementFormat,
     Overflow,
@@ -135,6 +137,23 @@ FACTS = {
 }
 
 
+FACTS |= {
+    "FP8_ROW": ("E4M3", "FP32", (1, 0), False, 128 * 128 * 8 + 128 * 32),
+    "FP8_TENSOR": ("E4M3", "FP32", (0, 0), False, 128 * 128 * 8 + 32),
+}
+for _bits in (4, 8):
+    for _name in (f"INT{_bits}", f"UINT{_bits}"):
+        for _suffix, _block, _scales in (
+            ("G128", (1, 128), 128),
+            ("G64", (1, 64), 256),
+            ("G32", (1, 32), 512),
+            ("ROW", (1, 0), 128),
+            ("TENSOR", (0, 0), 1),
+        ):
+            _storage = 128 * 128 * _bits + _scales * 32
+            FACTS[f"{_name}_{_suffix}"] = (_name, "FP32", _block, False, _storage)
+
+
 def test_the_registry_holds_exactly_the_formats_of_the_table() -> None:
     assert set(BLOCK_FORMATS) == set(FACTS)
     assert all(block_format(name) is fmt for name, fmt in BLOCK_FORMATS.items())
@@ -150,6 +169,7 @@ def test_facts_and_storage(name: str) -> None:
     scale_rows, scale_columns = scale_shape((128, 128), fmt)
     assert rows * columns * 8 + scale_rows * scale_columns * fmt.scale.bits == storage_bits
     assert fmt.packed == (fmt.element.bits == 4)
+    assert fmt.zero_point == (fmt.element.name in {"UINT4", "UINT8"})
 
 
 def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
@@ -242,6 +262,9 @@ def test_every_table_is_read_and_complete(page: dict[str, dict[str, dict[str, st
     assert {title: list(rows) for title, rows in page.items()} == {
         "format, bits": list(ELEMENT_FORMATS),
         "format, NaN": list(ELEMENT_FORMATS),
+        "table, bits": list(TABLE_FORMATS),
+        "block format, element": list(BLOCK_FORMATS),
+        "scheme, exporters": list(SCHEMES),
         "layout, tile": list(SCALE_LAYOUTS),
         "order, rows, a multiple of": list(ROW_ORDERS),
         "entry, bytes": list(CACHE_ROWS),
@@ -267,6 +290,43 @@ def format_errors(row: dict[str, str], name: str) -> list[str]:
 @pytest.mark.parametrize("name", ELEMENT_FORMATS)
 def test_the_numbers_of_a_format(page: dict[str, dict[str, dict[str, str]]], name: str) -> None:
     assert format_errors(page["format, bits"][name], name) == []
+
+
+@pytest.mark.parametrize("name", TABLE_FORMATS)
+def test_the_numbers_of_a_table(page: dict[str, dict[str, dict[str, str]]], name: str) -> None:
+    fmt = TABLE_FORMATS[name]
+    assert page["table, bits"][name] == {
+        "table": name,
+        "bits": str(fmt.bits),
+        "values": f"{min(fmt.table):g} to {max(fmt.table):g}",
+        "code 0": f"{fmt.table[0]:g}",
+        "largest code": f"{fmt.table[-1]:g}",
+    }
+
+
+def extent(number: int, whole: str) -> str:
+    return str(number) if number else whole
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_the_facts_of_a_block_format(page: dict[str, dict[str, dict[str, str]]], name: str) -> None:
+    fmt = BLOCK_FORMATS[name]
+    rows, columns = fmt.block
+    assert page["block format, element"][name] == {
+        "block format": name,
+        "element": fmt.element.name,
+        "scale": fmt.scale.name,
+        "one scale for": f"{extent(rows, 'M')} × {extent(columns, 'K')}",
+        "besides": "fp32 scale" * fmt.tensor_scale + "zero point" * fmt.zero_point or "-",
+    }
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_tensors_of_a_scheme(page: dict[str, dict[str, dict[str, str]]], name: str) -> None:
+    scheme = SCHEMES[name]
+    row = page["scheme, exporters"][name]
+    assert row["exporters"] == scheme.exporters
+    assert row["tensors"] == ", ".join(f"`{suffix}`" for suffix in scheme.suffixes.values())
 
 
 def test_a_planted_number_is_detected(page: dict[str, dict[str, dict[str, str]]]) -> None:

@@ -54,6 +54,43 @@ ELEMENT_FORMATS: Mapping""",
     ),
     Edit(FORMATS, "for fmt in (E2M1, E4M3,", "for fmt in (E2M1, E3M2, E4M3,"),
 )
+TABLE = (
+    Edit(
+        FORMATS,
+        "ELEMENT_FORMATS: Mapping",
+        """NF4 = TableFormat(
+    "NF4",
+    4,
+    (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
+    + (-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0)
+    + (0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
+    + (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+ELEMENT_FORMATS: Mapping""",
+    ),
+    Edit(FORMATS, "(INT4, INT8, UINT4, UINT8)", "(INT4, INT8, UINT4, UINT8, NF4)"),
+    Edit(
+        FORMATS,
+        "BLOCK_FORMATS: Mapping",
+        """NF4_G64 = BlockFormat(
+    name="NF4_G64",
+    element=NF4,
+    scale=FP32,
+    block=(1, 64),
+    tensor_scale=False,
+    packed=True,
+    ragged=True,
+)
+BLOCK_FORMATS: Mapping""",
+    ),
+    Edit(FORMATS, "            *_INTEGERS,\n", "            *_INTEGERS,\n            NF4_G64,\n"),
+)
+# What follows from the registry alone: a quantiser, decoded weights, rows for the search of faults.
+TABLE_SUITES = (
+    "suites/formats/test_table_formats.py",
+    "suites/engine/faults/test_weight_faults.py",
+    "suites/engine/diagnose/test_packing_diagnosis.py",
+)
 FAULT = (
     Edit(
         CODES,
@@ -120,6 +157,14 @@ def test_a_number_format_is_one_record(copy: Path) -> None:
     edit(copy, FORMAT)
     line = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "suites/formats/test_codec.py")
     said = run(copy, *line, "-k", "E3M2")
+    assert " passed" in said
+    assert "failed" not in said
+
+
+def test_a_format_of_listed_values_is_one_record(copy: Path) -> None:
+    edit(copy, TABLE)
+    line = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *TABLE_SUITES)
+    said = run(copy, *line, "-k", "NF4")
     assert " passed" in said
     assert "failed" not in said
 

@@ -232,12 +232,6 @@ UNREADABLE_MODULE = AuditRule(
     "the tensors of a module together are one weight in a known format",
     "harness/checkpoint/view/modules.py",
 )
-COARSE_SCALES = AuditRule(
-    "structure.coarse_scales",
-    Level.NOTE,
-    "FP8 has one scale a block; with one a tensor or a row its values are not judged",
-    "ModelOpt's FP8 and FP8_PER_CHANNEL_PER_TOKEN; compressed-tensors' float-quantized",
-)
 ROUTER_QUANTISED = AuditRule(
     "structure.router_quantised",
     Level.ERROR,

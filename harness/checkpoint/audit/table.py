@@ -22,6 +22,7 @@ from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.checkpoint.view.stored import PositionedReader
 from degarble.harness.checkpoint.view.weight_units import stored_of
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -87,17 +88,7 @@ def walk(
 # Columns: what is measured of a weight, and what each number says. `rms` and `amax` include the
 # tensor scale, in the direction that the weight's names imply.
 
-FORMATS = (
-    "plain",
-    "integers",
-    "NVFP4",
-    "MXFP4",
-    "MXFP8",
-    "FP8_128X128_F32",
-    "FP8_128X128_UE8M0",
-    "FP8_1X128_F32",
-    "FP8_1X128_UE8M0",
-)
+FORMATS = ("plain", "integers", *BLOCK_FORMATS)
 CONVENTIONS = tuple(NamingConvention)
 
 # name: type, what it says

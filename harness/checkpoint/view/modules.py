@@ -5,14 +5,14 @@ the direction of the scale, and the logical shape. The block size follows from s
 from a config's claim. Checkpoints are mixed, so each module is judged by itself. Suffixes are those
 of harness.model.tensors. Needs no torch.
 
-A module that no format explains raises an error: blocks of another size, one scale a tensor or a
-row, codes without scales, scales without codes, two tensors for one part.
+Integers by group are recognised by schemes.py. A module that no format explains raises an error:
+blocks of another size, codes without scales, scales without codes, two tensors for one part.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
@@ -20,19 +20,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch
 from degarble.harness.checkpoint.read.types import StoredLayout, TensorEntry, shown, unknown_name
+from degarble.harness.checkpoint.view.schemes import fits_scales, packed_form, suffix_parts
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
 from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
     NVFP4,
     NibbleOrder,
     ScaleDirection,
-    scale_shape,
 )
 from degarble.harness.model.tensors import SUFFIXES, PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from typing import Any
 
+    from degarble.harness.checkpoint.view.schemes import StorageScheme
     from degarble.harness.formats.dialects import Dialect
     from degarble.harness.formats.number_formats import BlockFormat
 
@@ -46,6 +48,7 @@ class NamingConvention(StrEnum):
     MODELOPT = "modelopt"  # .weight, .weight_scale, .weight_scale_2, .input_scale
     COMPRESSED_TENSORS = "compressed-tensors"  # .weight_packed and divisor scales
     WEIGHT_SCALE = "weight-scale"  # .weight and .weight_scale: vLLM's MXFP4, compressed FP8
+    INTEGERS = "integers"  # as a scheme names them
 
 
 def _suffix_parts() -> dict[str, PartKind]:
@@ -61,7 +64,10 @@ def _suffix_parts() -> dict[str, PartKind]:
     stacked = {
         suffix.replace(".", "_", 1): part for suffix, part in found.items() if suffix != ".scale"
     }
-    return found | stacked
+    # Not of a weight's own values: a module that has one is refused.
+    refused = {"._weight_act_pre_scale": PartKind.CHANNEL_SCALE}
+    torchao = {"._weight_per_tensor_scale": PartKind.TENSOR_SCALE}
+    return found | stacked | suffix_parts() | refused | torchao
 
 
 _SUFFIX_PARTS: Mapping[str, PartKind] = MappingProxyType(_suffix_parts())
@@ -78,6 +84,7 @@ SCALE_OF_DTYPE = {
     "U8": "UE8M0",
     "F32": "FP32",
     "BF16": "FP32",
+    "F16": "FP32",
 }
 PLAIN_DTYPES = frozenset({"BF16", "F16", "F32", "F64", "I64", "I32", "I16", "BOOL"})
 
@@ -97,6 +104,7 @@ class StoredForm(NamedTuple):
     nibble_order: NibbleOrder | None
     shape: tuple[int, ...]
     block: tuple[int, int] | None
+    scheme: StorageScheme | None = None  # of integers
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +117,7 @@ class ModuleTable:
     """The modules of one checkpoint, with the suffixes of each."""
 
     entries: Mapping[str, TensorEntry]
+    configs: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)  # of quantisation
 
     @cached_property
     def suffixes(self) -> Mapping[str, int]:
@@ -136,6 +145,21 @@ class ModuleTable:
         parts = self.parts(module)
         convention = _convention(parts)
         codes = parts[PartKind.CODES]
+        packed = packed_form(module, parts, _split(codes.name)[1], self.configs)
+        if packed is not None:
+            fmt = packed.format
+            return StoredForm(
+                module,
+                NamingConvention.INTEGERS,
+                MappingProxyType(parts),
+                fmt,
+                CANONICAL,
+                None,
+                NibbleOrder.LOW_EVEN if fmt.packed else None,
+                packed.shape,
+                fmt.extents(*packed.shape),
+                packed.scheme,
+            )
         if codes.dtype in PLAIN_DTYPES:
             return _plain_form(module, parts)
         if PartKind.BLOCK_SCALE not in parts:
@@ -173,7 +197,7 @@ class ModuleTable:
             direction if fmt.tensor_scale else None,
             NibbleOrder.LOW_EVEN if fmt.packed else None,
             shape,
-            fmt.block,
+            fmt.extents(*shape[-2:]),
         )
 
     def tensors(self, module: str) -> tuple[TensorEntry, ...]:
@@ -294,15 +318,6 @@ def misnamed(parts: Mapping[PartKind, TensorEntry]) -> tuple[PartKind, str] | No
     return None
 
 
-def has_coarse_scales(parts: Mapping[PartKind, TensorEntry]) -> bool:
-    """Return whether it is FP8 with one scale a tensor or a row: known, but not read here."""
-    codes, scales = parts[PartKind.CODES], parts.get(PartKind.BLOCK_SCALE)
-    if codes.dtype != "F8_E4M3" or scales is None or scales.dtype not in ("F32", "BF16"):
-        return False
-    rows = codes.shape[:1]
-    return scales.shape in ((), (1,), rows, (*rows, 1))
-
-
 def _plain_form(module: str, parts: dict[PartKind, TensorEntry]) -> StoredForm:
     value = parts.pop(PartKind.CODES)
     scales = sorted(entry.name for part, entry in parts.items() if part is not PartKind.INPUT_SCALE)
@@ -347,7 +362,7 @@ def _format(
 
 def _fits(shape: tuple[int, ...], scales: TensorEntry, fmt: BlockFormat) -> bool:
     try:
-        return scale_shape(shape, fmt) == scales.shape
+        return fits_scales(shape, scales.shape, fmt)
     except Refused:
         return False
 

@@ -221,8 +221,9 @@ FP8_BLOCKS = "FP8 blocks"  # 128x128, whatever the type of its scales
 _SOURCE = "fp8"
 # Methods whose codes are none of the formats that are read here.
 OTHER_METHODS = frozenset(
-    {"bitsandbytes", "awq", "gptq", "gguf", "hqq", "quanto", "aqlm", "eetq", "bitnet", "vptq"}
+    {"bitsandbytes", "gguf", "hqq", "quanto", "aqlm", "eetq", "bitnet", "vptq"}
 )
+_INTEGER_METHODS = frozenset({"gptq", "awq"})
 _MIXED = "MIXED_PRECISION"
 _MOST_PATTERNS = 1000  # with an asterisk or a regular expression; names are looked up
 _LONGEST_PATTERN = 500
@@ -241,12 +242,12 @@ ALGORITHMS: Mapping[str, tuple[str, bool]] = {
     "FP8_PB_WO": (FP8_BLOCKS, False),
     "FP8_PB_REAL": (FP8_BLOCKS, False),
     "NVFP4_AWQ": ("NVFP4", True),
-    # One scale a tensor, a row or a group, or integers: no codes that are read here have them.
+    "FP8": ("FP8_TENSOR", True),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("FP8_ROW", False),
+    # Integers: what is stated about them is compared without a known model, see integer_claims.
     **{
         name: (name, False)
         for name in (
-            "FP8",
-            "FP8_PER_CHANNEL_PER_TOKEN",
             "INT8_SQ",
             "W8A8_SQ_PER_CHANNEL",
             "W8A16",
@@ -258,6 +259,7 @@ ALGORITHMS: Mapping[str, tuple[str, bool]] = {
     },
 }
 # num_bits, type and group_size of a config group
+_FP8_STRATEGIES = {"channel": "FP8_ROW", "tensor": "FP8_TENSOR"}
 _GROUPS = {(4, "float", 16): "NVFP4", (4, "float", 32): "MXFP4", (8, "float", 32): "MXFP8"}
 # vLLM builds the router without a quantisation config; the head is given one, like any linear.
 _BUILT_PLAIN = frozenset({"ffn.gate"})
@@ -381,7 +383,7 @@ class Statement:
 
 def family_of(weight: str) -> str:
     """Return a format's name as statements have it: they do not distinguish types of FP8 scales."""
-    return FP8_BLOCKS if weight.startswith("FP8_") else weight
+    return FP8_BLOCKS if weight.startswith("FP8_128X128") else weight
 
 
 def _names_of(parameter: Parameter, module: str) -> tuple[str, ...]:
@@ -403,9 +405,11 @@ def _statement(file: str, raw: Mapping[str, Any], config: Config, keeps_source: 
     unread: list[str] = []
     reader = _Reader(file, raw, unread)
     method = str(raw.get("quant_method", "modelopt"))
-    if method not in {_SOURCE, "modelopt", "compressed-tensors"}:
+    if method not in {_SOURCE, "modelopt", "compressed-tensors", *_INTEGER_METHODS}:
         unread.append(f"{file}: quant_method {method[:80]}")
     listed, linears = reader.groups() if method == "compressed-tensors" else reader.layers()
+    if method in _INTEGER_METHODS:  # which integers: see integer_claims
+        linears = Promise(None, f"{file}: quant_method {method}", explicit=False)
     text = "quant_method fp8" if keeps_source else f"{file} does not name it"
     return Statement(
         file,
@@ -489,7 +493,9 @@ class _Reader:
         found = _group_format(weights)
         if weights.get("block_structure") in ([128, 128], "128x128"):
             found = FP8_BLOCKS
-        if found is None:
+        if (weights.get("num_bits"), weights.get("type")) == (8, "float"):
+            found = _FP8_STRATEGIES.get(str(weights.get("strategy")), found)
+        if found is None and weights.get("type") != "int":
             self._unread.append(text)
         # A dynamic scale a token needs no stored one; `local` ones still need the tensor's.
         return Promise(found, text, bool(inputs) and inputs.get("dynamic") is not True)
@@ -532,6 +538,92 @@ class _Reader:
             return value
         self._unread.append(f"{self._file}: {key} is no mapping")
         return {}
+
+
+# --------------------------------------------------------------------------------------------------
+# Integers by group: the words of AutoGPTQ, AutoAWQ and compressed-tensors, whatever the model.
+
+_BITS = ("bits", "w_bit", "num_bits")
+_GROUP = ("group_size", "q_group_size")
+
+
+class IntegerClaim(NamedTuple):
+    """The claim about a module of integers; None: nothing is said. `group` -1: a whole row."""
+
+    text: str
+    bits: int | None
+    group: int | None
+    symmetric: bool | None
+    act_order: bool | None
+
+
+@dataclass(frozen=True)
+class IntegerClaims:
+    """The claims of one config: by pattern first, then for all linears."""
+
+    ignored: _Patterns
+    listed: tuple[tuple[_Patterns, IntegerClaim], ...]
+    linears: IntegerClaim | None
+
+    def claim(self, module: str) -> IntegerClaim | None:
+        """Return the claim about a stored module; None where nothing is stated."""
+        names = (module, module.removeprefix("model."))
+        if self.ignored.find(names) is not None:
+            return None
+        for patterns, claim in self.listed:
+            if patterns.find(names) is not None:
+                return claim
+        return self.linears
+
+
+def integer_claims(file: str, raw: Mapping[str, Any]) -> IntegerClaims | None:
+    """Return what a config says about integer weights; None for another method."""
+    method, unread = raw.get("quant_method"), list[str]()
+    if method in _INTEGER_METHODS:
+        symmetric = raw.get("sym") if method == "gptq" else _negated(raw.get("zero_point"))
+        claim = IntegerClaim(
+            f"{file}: quant_method {method}",
+            _number_of(raw, _BITS),
+            _number_of(raw, _GROUP),
+            symmetric if isinstance(symmetric, bool) else None,
+            raw["desc_act"] if isinstance(raw.get("desc_act"), bool) else None,
+        )
+        skipped = _Reader(file, raw, unread).names("modules_to_not_convert")
+        return IntegerClaims(_Patterns(skipped, unread, file), (), claim)
+    if method != "compressed-tensors" or not isinstance(raw.get("config_groups"), dict):
+        return None
+    listed: list[tuple[_Patterns, IntegerClaim]] = []
+    linears = None
+    for name, group in raw["config_groups"].items():
+        weights = _inside(group, "weights")
+        if weights.get("type") != "int":
+            continue
+        size = _number_of(weights, _GROUP)
+        claim = IntegerClaim(
+            f"{file}: config_groups.{str(name)[:80]}",
+            _number_of(weights, _BITS),
+            -1 if weights.get("strategy") == "channel" else size,
+            weights["symmetric"] if isinstance(weights.get("symmetric"), bool) else None,
+            None,
+        )
+        targets = group.get("targets") if isinstance(group, dict) else None
+        chosen = [target for target in targets or [] if isinstance(target, str)]
+        if "Linear" in chosen:
+            linears = claim
+        named = [target for target in chosen if target not in _WITHOUT_LAYERS]
+        if named:
+            listed.append((_Patterns(named, unread, file), claim))
+    ignored = _Patterns(_Reader(file, raw, unread).names("ignore"), unread, file)
+    return IntegerClaims(ignored, tuple(listed), linears)
+
+
+def _number_of(raw: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    found = next((raw[key] for key in keys if key in raw), None)
+    return found if type(found) is int else None
+
+
+def _negated(value: object) -> bool | None:
+    return not value if isinstance(value, bool) else None
 
 
 def _inside(group: object, key: str) -> Mapping[str, Any]:

@@ -25,8 +25,9 @@ from degarble.harness.base.files import regular_file
 from degarble.harness.checkpoint.read.file_access import changed_file
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, TensorEntry, shown, unknown_name
 from degarble.harness.checkpoint.view.modules import NamingConvention
+from degarble.harness.checkpoint.view.packing import unpack_module
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.number_formats import codes_shape, scale_shape
+from degarble.harness.formats.number_formats import WHOLE, codes_shape, scale_shape
 from degarble.harness.formats.weight import Weight, WeightEncoding
 from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Box
@@ -103,7 +104,8 @@ def tensor_over(entry: TensorEntry, raw: memoryview) -> Tensor:
 # then its fields share memory with the mapped file. Large weights are walked by row blocks, so
 # memory is bounded whatever their size. Scale directions are kept as stored, except `input_scale`,
 # which Weight defines as a decode scale: a divisor is inverted, rounded once to float32. Block
-# scales in bfloat16 are widened, which is exact.
+# scales in bfloat16 or float16 are widened, which is exact. Integers are unpacked whole, and their
+# rows cut afterwards: words of some schemes hold codes of several rows.
 #
 # A cut through a scale block, and rows of a stack (walk its blocks instead), raise an error.
 
@@ -127,6 +129,7 @@ class StoredWeight:
     boxes: Mapping[PartKind, Box] | None
     read: Callable[[TensorEntry], Tensor]
     release: Callable[[TensorEntry], None]
+    cut: tuple[int, int] | None = None  # rows of a module of integers
 
     @property
     def format(self) -> BlockFormat | None:
@@ -144,6 +147,8 @@ class StoredWeight:
             value = self._part(PartKind.VALUE, self.shape)
             return Weight(value=value, input_scale=input_scale)
         assert form.dialect is not None, "a block format has its producer"
+        if form.scheme is not None:
+            return self._unpacked()
         block_scale = _as_stored(self._part(PartKind.BLOCK_SCALE, scale_shape(self.shape, fmt)))
         return Weight(
             codes=_as_stored(self._part(PartKind.CODES, codes_shape(self.shape, fmt))),
@@ -154,6 +159,30 @@ class StoredWeight:
                 fmt, form.dialect, LINEAR, form.direction, form.nibble_order, self.shape
             ),
         )
+
+    def _unpacked(self) -> Weight:
+        """Return a module of integers as a weight of its own memory."""
+        form = self.form
+        assert form.format is not None
+        assert form.dialect is not None
+        tensors: dict[PartKind, Tensor] = {
+            part: self.read(entry)
+            for part, entry in form.parts.items()
+            if part not in (PartKind.LOGICAL_SHAPE, PartKind.INPUT_SCALE)
+        }
+        encoding = WeightEncoding(
+            form.format, form.dialect, LINEAR, None, form.nibble_order, form.shape
+        )
+        fields = unpack_module(form, tensors)
+        whole = Weight(
+            codes=fields["codes"],
+            block_scale=fields["block_scale"],
+            input_scale=self._input_scale(),
+            storage=encoding,
+            zero_point=fields.get("zero_point"),
+            group_index=fields.get("group_index"),
+        )
+        return whole if self.cut is None else _rows_of(whole, *self.cut)
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return all values; for a large weight, walk row_blocks instead."""
@@ -192,9 +221,16 @@ class StoredWeight:
                 for row, weight in self.member(index).row_blocks(elements):
                     yield index * self.shape[1] + row, weight
             return
-        unit = self.form.format.block[0] if self.form.format else 1
+        unit = self._unit
         total, width = (self.shape or (1,))[0], prod(self.shape[1:])
         step = max(unit, elements // max(width, 1) // unit * unit)
+        if self.form.scheme is not None:
+            whole = self.weight()
+            for begin in range(0, total, step):
+                yield begin, _rows_of(whole, begin, min(begin + step, total))
+            for entry in self.form.parts.values():
+                self.release(entry)
+            return
         # Read once: they apply to every block of rows.
         scalars = self._scalar(PartKind.TENSOR_SCALE), self._input_scale()
         for begin in range(0, total, step):
@@ -205,8 +241,13 @@ class StoredWeight:
             for part, entry in self.form.parts.items():
                 self.release(_within(entry, piece.box(part)))
 
+    @property
+    def _unit(self) -> int:
+        """Return the rows that one row of scales covers, 1 where one scale covers all of them."""
+        return (self.form.format.block[0] or 1) if self.form.format else 1
+
     def _cut(self, begin: int, end: int) -> StoredWeight:
-        unit = self.form.format.block[0] if self.form.format else 1
+        unit = self._unit
         total = self.shape[0] if len(self.shape) in (1, 2) else 0
         if not 0 <= begin < end <= total or begin % unit or (end % unit and end != total):
             raise ShapeMismatch(
@@ -215,20 +256,27 @@ class StoredWeight:
                 f"a range of rows of a matrix, cut at multiples of {unit}",
                 "Walk row_blocks(), which cuts where scale blocks end.",
             )
+        shape = (end - begin, *self.shape[1:])
+        if self.form.scheme is not None:
+            first = self.cut[0] if self.cut else 0
+            return replace(self, shape=shape, cut=(first + begin, first + end))
+        shared = {PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE}
+        if self.form.format is not None and self.form.format.block[0] == WHOLE:
+            shared.add(PartKind.BLOCK_SCALE)
         boxes: dict[PartKind, Box] = {}
         for part in self.form.parts:
             box = self.box(part)
-            if part in (PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE):
+            if part in shared:
                 boxes[part] = box
                 continue
             # One row of scales covers `unit` rows of codes.
             height = unit if part is PartKind.BLOCK_SCALE else 1
             # The box of a stack's member still has the stack's axis in front.
-            axis = len(box.ranges) - len(self.shape)
+            axis = max(len(box.ranges) - len(self.shape), 0)  # one scale a row may have no columns
             first = box.ranges[axis][0]
             cut = (first + begin // height, first + -(-end // height))
             boxes[part] = Box((*box.ranges[:axis], cut, *box.ranges[axis + 1 :]))
-        return replace(self, shape=(end - begin, *self.shape[1:]), boxes=boxes)
+        return replace(self, shape=shape, boxes=boxes)
 
     def box(self, part: PartKind) -> Box:
         """Return this weight's own part of a stored tensor."""
@@ -298,9 +346,29 @@ def _within(entry: TensorEntry, box: Box) -> TensorEntry:
     return TensorEntry(entry.name, entry.dtype, extents, entry.file, begin, end)
 
 
+def _rows_of(weight: Weight, begin: int, end: int) -> Weight:
+    """Return rows of a weight whose scales each have one row, or all of them."""
+    encoding = weight.storage
+    assert encoding is not None
+    assert weight.codes is not None
+    shared = encoding.format.block[0] == WHOLE
+
+    def cut(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or shared else tensor[begin:end]
+
+    return replace(
+        weight,
+        codes=weight.codes[begin:end],
+        block_scale=cut(weight.block_scale),
+        zero_point=cut(weight.zero_point),
+        storage=replace(encoding, shape=(end - begin, encoding.shape[1])),
+        _decoded={},
+    )
+
+
 def _as_stored(tensor: Tensor) -> Tensor:
     """Return codes as bytes, and scales in the dtypes of QuantisedTensor; no value changes."""
-    if tensor.dtype is torch.bfloat16:
+    if tensor.dtype in (torch.bfloat16, torch.float16):
         return tensor.float()
     return tensor if tensor.dtype is torch.float32 else tensor.view(torch.uint8)
 

@@ -261,7 +261,7 @@ class Checkpoint:
     @cached_property
     def table(self) -> ModuleTable:
         """The stored modules and their suffixes."""
-        return ModuleTable(self.entries)
+        return ModuleTable(self.entries, tuple(self.quantisation.values()))
 
     @cached_property
     def layout(self) -> StoredLayout:

@@ -86,8 +86,10 @@ class _Sum:
         per = 2 if form is not None and form.packed else 1
         if operand is None or operand.shape[-1] * per != length:
             return None
+        if any(weight.group_index is not None for weight in weights):
+            return None  # columns of one scale lie apart
         blocks = [
-            weight.storage.format.block[1] for weight in weights if weight.storage is not None
+            weight.storage.format.block[1] or 1 for weight in weights if weight.storage is not None
         ]
         # No scale block may be cut.
         unit = lcm(_LEAST, *blocks, form.block[1] if form is not None else 1)
@@ -194,9 +196,13 @@ def _columns(weight: Weight, part: tuple[int, int]) -> Weight:
     if encoding.layout != LINEAR or weight.codes is None or weight.block_scale is None:
         raise ValueError(encoding.layout.name)
     per, wide = 2 if encoding.format.packed else 1, encoding.format.block[1]
+    # A scale of whole rows has a part of them as well.
+    own = slice(begin // wide, -(-end // wide)) if wide else slice(None)
+    zero_point = weight.zero_point
     return Weight(
         codes=weight.codes[:, begin // per : end // per].contiguous(),
-        block_scale=weight.block_scale[:, begin // wide : end // wide].contiguous(),
+        block_scale=weight.block_scale[:, own].contiguous(),
+        zero_point=None if zero_point is None else zero_point[:, own].contiguous(),
         tensor_scale=weight.tensor_scale,
         input_scale=weight.input_scale,
         storage=replace(encoding, shape=(encoding.shape[0], end - begin)),

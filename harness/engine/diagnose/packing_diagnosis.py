@@ -16,10 +16,11 @@ from degarble.harness.engine.faults.tensor_faults import (
     element_codes,
     read_scales,
     same_scales,
+    spread_rows,
 )
 from degarble.harness.formats.codec import decode_array, encode, ulp_distance_array
 from degarble.harness.formats.number_formats import ScaleDirection
-from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.formats.quantise import dequantise, quantise, spread_blocks
 from degarble.harness.report.number_text import number, span
 from degarble.harness.report.verdict import Verdict
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.tensor_faults import Match, TensorFault
-    from degarble.harness.formats.number_formats import ElementFormat
+    from degarble.harness.formats.number_formats import NumberFormat
     from degarble.harness.formats.quantise import QuantisedTensor
 
 
@@ -74,6 +75,7 @@ def compare_parts(
         _codes_difference(suspect, twin, reference),
         _scales_difference(suspect, twin),
         _tensor_scale_difference(suspect, twin),
+        _zero_point_difference(suspect, twin),
     )
     return tuple(difference for difference in differences if difference is not None)
 
@@ -105,6 +107,8 @@ def _excused(
         rows, columns = (index[close] for index in at)
         middle = (_values(found[close], element) + _values(expected[close], element)) / 2
         scaled = _row_major(reference)[rows, columns].double() / _scales(twin)[rows, columns]
+        if twin.zero_point is not None:
+            scaled += _row_major(spread_blocks(twin, twin.zero_point))[rows, columns]
         excused[close] = (scaled - middle).abs() <= MIDPOINT_ULPS * 2.0**-23 * middle.abs()
     return excused
 
@@ -118,7 +122,8 @@ def _scales(twin: QuantisedTensor) -> Tensor:
     one = encode(1.0, twin.format.element)
     # A packed byte holds two codes.
     ones = torch.full_like(twin.codes, one | one << 4 if twin.format.packed else one)
-    return _row_major(dequantise(replace(twin, codes=ones), torch.float64))
+    zero_point = None if twin.zero_point is None else torch.zeros_like(twin.zero_point)
+    return _row_major(dequantise(replace(twin, codes=ones, zero_point=zero_point), torch.float64))
 
 
 def _scales_difference(suspect: QuantisedTensor, twin: QuantisedTensor) -> PartDifference | None:
@@ -129,7 +134,7 @@ def _scales_difference(suspect: QuantisedTensor, twin: QuantisedTensor) -> PartD
 
 
 def _matrix_difference(
-    part: TensorPart, differs: Tensor, pair: tuple[Tensor, Tensor], fmt: ElementFormat
+    part: TensorPart, differs: Tensor, pair: tuple[Tensor, Tensor], fmt: NumberFormat
 ) -> PartDifference | None:
     count = int(differs.sum())
     if not count:
@@ -151,7 +156,7 @@ def _matrix_difference(
     )
 
 
-def _values(codes: Tensor, fmt: ElementFormat) -> Tensor:
+def _values(codes: Tensor, fmt: NumberFormat) -> Tensor:
     """Decode codes to float64; scales stored as float32 are values already."""
     if codes.dtype is torch.float32:
         return codes.double()
@@ -159,13 +164,13 @@ def _values(codes: Tensor, fmt: ElementFormat) -> Tensor:
     return table[codes.long()]
 
 
-def _pair(at: tuple[int, int], pair: tuple[Tensor, Tensor], fmt: ElementFormat) -> str:
+def _pair(at: tuple[int, int], pair: tuple[Tensor, Tensor], fmt: NumberFormat) -> str:
     """Format one element: code in hex and value, found and expected."""
     found, expected = (_one(codes[at], fmt) for codes in pair)
     return f"{found}, expected {expected}"
 
 
-def _one(code: Tensor, fmt: ElementFormat) -> str:
+def _one(code: Tensor, fmt: NumberFormat) -> str:
     value = float(_values(code.reshape(1), fmt))
     if code.dtype is torch.float32:
         return number(value, 6)
@@ -192,6 +197,18 @@ def _tensor_scale_difference(
         f"{count:,} of {differs.numel():,} tensor scales differ; first: "
         f"{number(float(found[first]), 6)}, expected {number(float(expected[first]), 6)}.",
     )
+
+
+def _zero_point_difference(
+    suspect: QuantisedTensor, twin: QuantisedTensor
+) -> PartDifference | None:
+    if suspect.zero_point is None or twin.zero_point is None:
+        return None
+    pair = (
+        spread_rows(suspect, suspect.zero_point),
+        spread_rows(twin, twin.zero_point),
+    )
+    return _matrix_difference(TensorPart.ZERO_POINT, pair[0] != pair[1], pair, twin.format.element)
 
 
 # --------------------------------------------------------------------------------------------------

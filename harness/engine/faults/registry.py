@@ -45,6 +45,7 @@ from degarble.harness.engine.faults.fused_operations import (
     FUSED_OPERANDS_FAULTS,
 )
 from degarble.harness.engine.faults.gain_fit import gain_text, gain_variant, planted_gain
+from degarble.harness.engine.faults.integers import INTEGER_GROUP_TENSOR_FAULTS
 from degarble.harness.engine.faults.kernel_tiles import BAD_BUCKET_FAULTS, RACES_FAULTS
 from degarble.harness.engine.faults.layouts import (
     GATE_AND_UP_FAULTS,
@@ -110,6 +111,7 @@ FAULTS: Mapping[str, TensorFault] = MappingProxyType(
             SCALE_COUNT_TENSOR_FAULTS,
             NIBBLE_ORDER_TENSOR_FAULTS,
             SCALE_LAYOUT_TENSOR_FAULTS,
+            INTEGER_GROUP_TENSOR_FAULTS,
         )
         for fault in family
     }

@@ -35,6 +35,7 @@ class TensorPart(StrEnum):
     CODES = "codes"
     BLOCK_SCALE = "block scales"
     TENSOR_SCALE = "tensor scale"
+    ZERO_POINT = "zero points"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +93,15 @@ def element_codes(tensor: QuantisedTensor) -> Tensor:
 
 def read_scales(tensor: QuantisedTensor) -> Tensor:
     """Return the block scales as read [N, C], one row of scales per row of elements."""
-    scales = tensor.linear_scale_codes()
-    high = tensor.format.block[0]
+    return spread_rows(tensor, tensor.linear_scale_codes())
+
+
+def spread_rows(tensor: QuantisedTensor, number_RC: Tensor) -> Tensor:
+    """Return one row of block numbers [N, C] per row of elements."""
+    high = tensor.format.extents(*tensor.shape[-2:])[0]
     if high > 1:
-        scales = scales.repeat_interleave(high, dim=-2)[..., : tensor.shape[-2], :]
-    return scales.reshape(-1, scales.shape[-1])
+        number_RC = number_RC.repeat_interleave(high, dim=-2)[..., : tensor.shape[-2], :]
+    return number_RC.reshape(-1, number_RC.shape[-1])
 
 
 def share_equal(left: Tensor, right: Tensor, rows_N: Tensor) -> float:
@@ -106,11 +111,24 @@ def share_equal(left: Tensor, right: Tensor, rows_N: Tensor) -> float:
     return float((left[rows_N] == right[rows_N]).double().mean())
 
 
+def read_zero_points(tensor: QuantisedTensor) -> Tensor:
+    """Return the zero points as read [N, C], one row of them per row of elements."""
+    assert tensor.zero_point is not None, "a format with zero points"
+    return spread_rows(tensor, tensor.zero_point)
+
+
+_READ = {
+    TensorPart.CODES: element_codes,
+    TensorPart.BLOCK_SCALE: read_scales,
+    TensorPart.ZERO_POINT: read_zero_points,
+}
+
+
 def reproduction(
     case: DifferingPart, fault: QuantisedTensor | None, part: TensorPart
 ) -> tuple[float, float]:
-    """Return (reproduced, untouched) for codes or block scales."""
-    read = element_codes if part is TensorPart.CODES else read_scales
+    """Return (reproduced, untouched) for codes, block scales or zero points."""
+    read = _READ[part]
     suspect = read(case.suspect)
     untouched = share_equal(read(case.twin), suspect, case.rows)
     if fault is None:

@@ -26,7 +26,13 @@ from degarble.harness.engine.faults.regions import (
     suggested,
 )
 from degarble.harness.formats.codec import decode_array
-from degarble.harness.formats.number_formats import BLOCK_FORMATS, NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
+    WHOLE,
+    NibbleOrder,
+    ScaleDirection,
+)
+from degarble.harness.formats.quantise import spread_blocks
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.parameters import parameter_named
 from degarble.harness.model.types import Dtype, Kind
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
     from degarble.harness.engine.faults.regions import WeightRegion
     from degarble.harness.engine.faults.tensor_faults import TensorFault
-    from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
+    from degarble.harness.formats.number_formats import BlockFormat, NumberFormat
     from degarble.harness.formats.quantise import QuantisedTensor
 
     Change = Callable[[ComponentContext, str, Weight], Weight | None]
@@ -119,7 +125,7 @@ def once(given: Sequence[object], make: Callable[[], Made]) -> Made:
 
 
 @cache
-def _table(element: ElementFormat, order: NibbleOrder | None) -> Tensor:
+def _table(element: NumberFormat, order: NibbleOrder | None) -> Tensor:
     """Return what each byte stands for: one element, or two if packed."""
     with torch.inference_mode(mode=False):
         octets = torch.arange(256)
@@ -156,14 +162,34 @@ def with_scales(
     *,
     tensor_scale: bool = True,
 ) -> Tensor:
-    """Return elements times block scales [..., R, C] times the tensor scale."""
+    """Return elements times block scales [..., R, C] times the tensor scale.
+
+    Zero points are subtracted from elements first.
+    """
     values = elements(tensor) if element is None else element.double()
+    if _is_affine(tensor):
+        return _affine(tensor, values, scales)
     high = tensor.format.block[0]
     spread = scales.double()
     if high > 1:
         spread = spread.repeat_interleave(high, -2)[..., : tensor.shape[-2], :]
     values = _scaled(values, spread, tensor.format.block[1])
     return _by_tensor_scale(values, tensor) if tensor_scale else values
+
+
+def _is_affine(tensor: QuantisedTensor) -> bool:
+    """Return whether a column's block follows from an index, or a block's own extents or zero."""
+    has_parts = tensor.zero_point is not None or tensor.group_index is not None
+    return has_parts or WHOLE in tensor.format.block
+
+
+def _affine(
+    tensor: QuantisedTensor, values: Tensor, scales: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """Return (values - zero points) * scales, of all rows or of the chosen ones."""
+    if tensor.zero_point is not None:
+        values = values - spread_blocks(tensor, tensor.zero_point.double(), rows)
+    return values * spread_blocks(tensor, scales.double(), rows)
 
 
 def _scaled(values: Tensor, scales_NC: Tensor, wide: int) -> Tensor:
@@ -195,6 +221,8 @@ def _decoded(weight: Weight, rows: Tensor | None = None) -> Tensor:
     scales = scale_numbers(tensor)
     if rows is None:
         return with_scales(tensor, scales)
+    if _is_affine(tensor):
+        return _affine(tensor, _elements(tensor, tensor.codes[rows]), scales, rows)
     high, wide = tensor.format.block
     values = _scaled(_elements(tensor, tensor.codes[rows]), scales[rows // high].double(), wide)
     return _by_tensor_scale(values, tensor)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from degarble.harness.formats.number_formats import ElementFormat
+    from degarble.harness.formats.number_formats import NumberFormat
 
 
 # --------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def bits_view(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> NDArr
 
 
 @cache
-def values_of(fmt: ElementFormat) -> NDArray[np.float32]:
+def values_of(fmt: NumberFormat) -> NDArray[np.float32]:
     """Return the float32 values of all codes of a small format, from the definition."""
     values: NDArray[np.float32] = decode_array(torch.arange(fmt.code_count), fmt).numpy()
     values.flags.writeable = False

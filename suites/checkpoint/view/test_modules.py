@@ -152,6 +152,29 @@ def test_plain_modules_and_plain_tensors() -> None:
     assert modules.form("attn_hc.scale").shape == (3,)
 
 
+FEW = ("F8_E4M3", (256, 128))
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize(
+    ("shape", "name", "block"),
+    [
+        ((), "FP8_TENSOR", (256, 128)),
+        ((1,), "FP8_TENSOR", (256, 128)),
+        ((1, 1), "FP8_TENSOR", (256, 128)),
+        ((256,), "FP8_ROW", (1, 128)),
+        ((256, 1), "FP8_1X128_F32", (1, 128)),
+        ((2, 1), "FP8_128X128_F32", (128, 128)),
+    ],
+)
+def test_fp8_with_few_scales(
+    dtype: str, shape: tuple[int, ...], name: str, block: tuple[int, int]
+) -> None:
+    form = table({"m.weight": FEW, "m.weight_scale": (dtype, shape)}).form("m")
+    assert form.format is not None
+    assert (form.format.name, form.block, form.shape) == (name, block, (256, 128))
+
+
 FP8 = ("F8_E4M3", (256, 256))
 
 
@@ -164,8 +187,8 @@ FP8 = ("F8_E4M3", (256, 256))
             ShapeMismatch,
             "one scale a 1x128 block",
         ),
-        ({"m.weight": FP8, "m.weight_scale": ("F32", ())}, ShapeMismatch, "no scale a block"),
-        ({"m.weight": FP8, "m.weight_scale": ("F32", (256, 1))}, ShapeMismatch, "1x256 block"),
+        ({"m.weight": FP8, "m.weight_scale": ("F32", (2,))}, ShapeMismatch, "no scale a block"),
+        ({"m.weight": FP8, "m.weight_scale": ("F32", (128, 1))}, ShapeMismatch, "2x256 block"),
         ({"m.weight": FP8, "m.scale": ("F8_E8M0", (4, 4))}, ShapeMismatch, "64x64 block"),
         ({"m.weight": FP8, "m.scale": ("F8_E4M3", (2, 2))}, ShapeMismatch, "128x128 block"),
         ({"m.weight": FP8}, LayoutMismatch, "without block scales"),

@@ -215,6 +215,18 @@ def test_other_formats_are_judged_as_well(fmt: BlockFormat, seed: int) -> None:
     assert diagnose(weight, damaged).verdict is Verdict.DIFFERS
 
 
+@pytest.mark.parametrize("name", [name for name in FAULTS if name[:3] in {"M10", "M15"}])
+@pytest.mark.parametrize("form", ["UINT4_G32", "UINT4_G128", "UINT8_G64", "INT4_G64", "INT8_G32"])
+def test_faults_of_integers_by_group_are_named(name: str, form: str, seed: int) -> None:
+    weight = heavy_tailed(96, 512, seed)
+    damaged = FAULTS[name].inject(quantise(weight, BLOCK_FORMATS[form]))
+    if damaged is None:
+        return
+    diagnosis = diagnose(weight, damaged)
+    assert diagnosis.verdict is Verdict.DIFFERS
+    assert [cause.fault.id for cause in diagnosis.causes] == [name]
+
+
 @pytest.mark.parametrize("dialect", NVFP4_DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("factor", [1.0009765625, 1.37, 2.0, 11.0])
 def test_a_scale_shared_with_a_larger_partner_is_healthy(

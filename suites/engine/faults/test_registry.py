@@ -10,7 +10,7 @@ import pytest
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.engine.faults.model_faults import Reach
 from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS, model_fault_named
-from degarble.harness.formats.number_formats import FP8_128X128_F32, MXFP8, NVFP4
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, FP8_128X128_F32, MXFP8, NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.engine.diagnosing import FAULTS as OF_WEIGHTS
 from degarble.suites.engine.planting import alarms, cases, prove
@@ -27,6 +27,9 @@ def test_ids_are_family_and_variant() -> None:
         assert fault.family == name[:3]
 
 
+ASYMMETRIC = BLOCK_FORMATS["UINT4_G32"]
+
+
 def test_every_fault_has_words() -> None:
     for fault in FAULTS.values():
         assert fault.title[0].isupper()
@@ -41,7 +44,8 @@ def test_unknown_faults_are_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_inject_leaves_its_argument_alone(name: str, seed: int) -> None:
-    tensor = quantise(heavy_tailed(160, 192, seed), NVFP4)
+    fmt = BLOCK_FORMATS["UINT4_G32"] if name.startswith("M15") else NVFP4
+    tensor = quantise(heavy_tailed(160, 192, seed), fmt)
     before = (tensor.codes.clone(), tensor.block_scale.clone(), tensor.tensor_scale)
     damaged = FAULTS[name].inject(tensor)
     assert damaged is not None
@@ -55,13 +59,16 @@ def test_a_fault_that_cannot_be_is_not_made(seed: int) -> None:
     weight = heavy_tailed(130, 256, seed)
     possible = {
         fmt.name: {name for name, f in FAULTS.items() if f.inject(quantise(weight, fmt))}
-        for fmt in (NVFP4, MXFP8, FP8_128X128_F32)
+        for fmt in (NVFP4, MXFP8, FP8_128X128_F32, BLOCK_FORMATS["INT8_G64"], ASYMMETRIC)
     }
     layouts = {name for name in FAULTS if name.startswith("M11")}
+    groups = {name for name in FAULTS if name.startswith("M15")}
     assert possible == {
-        NVFP4.name: set(FAULTS),
+        NVFP4.name: set(FAULTS) - groups,
         MXFP8.name: layouts,
         FP8_128X128_F32.name: set(),
+        "INT8_G64": {"M15.scale_next_group", "M15.scale_previous_group"},
+        ASYMMETRIC.name: groups | {"M10.nibble_order"},
     }
 
 

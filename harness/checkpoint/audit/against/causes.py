@@ -569,7 +569,7 @@ class CauseSearch:
         here, _, _ = self._both(index)
         if here.format is None or len(here.shape) != 2:
             return None
-        height, width = here.format.block
+        height, width = here.format.extents(*here.shape)
         rows = ours.shape[0] // height * height
         columns = ours.shape[1] // width * width
         if not rows or not columns:

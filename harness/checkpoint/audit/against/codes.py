@@ -24,13 +24,13 @@ import torch
 from degarble.harness.formats.codec import decode_array, unpack_nibbles
 from degarble.harness.formats.fast.buffers import values_of
 from degarble.harness.formats.layouts import SWIZZLE_8X4, SWIZZLE_128X4, offset_table
-from degarble.harness.formats.number_formats import E2M1, E4M3, ScaleDirection
+from degarble.harness.formats.number_formats import E2M1, E4M3, ScaleDirection, TableFormat
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
+    from degarble.harness.formats.number_formats import BlockFormat, NumberFormat
     from degarble.harness.formats.weight import Weight
 
 SLACK = 2.0**-7  # of a value: quotients that a tool rounds to bfloat16, twice
@@ -66,7 +66,7 @@ class Misfits(NamedTuple):
 
 
 @cache
-def bounds_of(element: ElementFormat) -> NDArray[np.float64]:
+def bounds_of(element: NumberFormat) -> NDArray[np.float64]:
     """Return the rounding interval [2, codes] of every code; infinite for NaN codes."""
     with np.errstate(all="ignore"):
         values = values_of(element).astype(np.float64)
@@ -115,6 +115,9 @@ def misfits_of(ours: Weight, theirs: Weight, y_MK: Tensor, begin: int) -> Misfit
     if codes is None or codes.shape != y_MK.shape:
         return Misfits()
     fmt = ours.storage.format
+    if isinstance(fmt.element, TableFormat):
+        return Misfits()  # GPTQ and AWQ choose other codes than the nearest, on purpose
+    height, width = fmt.extents(*ours.storage.shape)
     scales, tensor = scales_of(ours)
     counts = np.zeros((len(codes), 2), np.int64)
     bounds = bounds_of(fmt.element)
@@ -122,7 +125,7 @@ def misfits_of(ours: Weight, theirs: Weight, y_MK: Tensor, begin: int) -> Misfit
         loops.count_misfits(
             codes.contiguous().numpy(),
             scales.contiguous().numpy(),
-            (fmt.block[0], fmt.block[1], SLACK, FP8_SLACK, _flushed(fmt, tensor)),
+            (height, width, SLACK, FP8_SLACK, _flushed(fmt, tensor)),
             bounds,
             y_MK.numpy(),
             counts,
@@ -269,7 +272,8 @@ def blocks_of(weight: Weight, y_MK: Tensor, slack: float) -> Blocks | None:
     codes = codes_of(weight)
     if codes is None or weight.storage is None or codes.shape != y_MK.shape:
         return None
-    element, (height, width) = weight.storage.format.element, weight.storage.format.block
+    element = weight.storage.format.element
+    height, width = weight.storage.format.extents(*weight.storage.shape)
     if element not in (E2M1, E4M3):
         return None
     bounds = torch.from_numpy(bounds_of(element))

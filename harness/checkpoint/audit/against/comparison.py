@@ -24,6 +24,7 @@ from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
 )
 from degarble.harness.checkpoint.transform.source import row_values
 from degarble.harness.checkpoint.view.weight_units import stored_of, units_of
+from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.fast.nvfp4 import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -38,8 +39,11 @@ from degarble.harness.formats.number_formats import (
     FP8_128X128_UE8M0,
     MXFP4,
     NVFP4,
+    WHOLE,
     ScaleDirection,
+    TableFormat,
 )
+from degarble.harness.formats.quantise import spread_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.checkpoint.view.weight_units import WeightUnit
     from degarble.harness.formats.number_formats import BlockFormat
+    from degarble.harness.formats.quantise import QuantisedTensor
     from degarble.harness.formats.weight import Weight
 
 
@@ -124,7 +129,7 @@ def _add_pair(pairing: _NameTables, unit: WeightUnit, place: _Counterpart, found
     rows = place.rows(here.shape[0] if here.shape else 1)
     shape = there.shape if rows is None else (rows[1] - rows[0], *there.shape[1:])
     # A row range must begin and end at whole blocks of the reference's format.
-    unit_rows = there.format.block[0] if there.format else 1
+    unit_rows = (there.format.block[0] or 1) if there.format else 1
     is_cut = rows is not None and (
         rows[0] % unit_rows or (rows[1] % unit_rows and rows[1] < height)
     )
@@ -259,6 +264,8 @@ def ideal_like(weight: Weight, there: Tensor, rows: Tensor) -> Tensor:
     if fmt == NVFP4:
         return _nvfp4(there, _decode_scale(weight))
     assert scale is not None, "a quantised weight has scales"
+    if isinstance(fmt.element, TableFormat) or WHOLE in fmt.block:
+        return _on_grid(weight.quantised(), there, rows)
     if fmt.element == E2M1:
         return _mxfp4(there, fmt.block[1], scale[rows])
     in_powers = scale.dtype is torch.uint8 or bool((torch.frexp(scale).mantissa == 0.5).all())
@@ -276,7 +283,7 @@ def ideal_in(fmt: BlockFormat, there: Tensor) -> Tensor:
 
 def fits(fmt: BlockFormat, width: int) -> bool:
     """Return whether rows of a width can be stored in a format."""
-    return fmt.ragged or width % fmt.block[1] == 0
+    return fmt.ragged or width % (fmt.block[1] or 1) == 0
 
 
 def _decode_scale(weight: Weight) -> float | None:
@@ -331,9 +338,25 @@ def _e2m1(values: Tensor) -> Tensor:
     return torch.copysign(torch.round(magnitude / step) * step, values)
 
 
+def _on_grid(tensor: QuantisedTensor, there: Tensor, rows: Tensor) -> Tensor:
+    """Round to the nearest value that the stored scales and zero points allow.
+
+    Tools that choose other codes on purpose (GPTQ) differ from it, by less than a step of its grid.
+    """
+    element = tensor.format.element
+    lowest = min(element.table) if isinstance(element, TableFormat) else -element.largest
+    scale_MK = spread_blocks(tensor, tensor.scale_values(), rows)
+    zero_MK = 0.0 if tensor.zero_point is None else spread_blocks(tensor, tensor.zero_point, rows)
+    known = (scale_MK > 0) & scale_MK.isfinite()
+    place_MK = there / torch.where(known, scale_MK, 1.0) + zero_MK
+    place_MK = place_MK.nan_to_num(0.0).clamp(lowest, element.largest)
+    made: Tensor = (decode_array(encode_array(place_MK, element), element) - zero_MK) * scale_MK
+    return torch.where(known, made, torch.zeros_like(made))
+
+
 def _fp8(there: Tensor, fmt: BlockFormat, *, in_powers: bool) -> Tensor:
-    height, width = fmt.block
     rows, columns = there.shape
+    height, width = fmt.extents(rows, columns)
     filled = torch.nn.functional.pad(there, (0, -columns % width, 0, -rows % height))
     blocks = filled.view(filled.shape[0] // height, height, filled.shape[1] // width, width)
     scale = blocks.abs().amax((1, 3), keepdim=True) / E4M3.largest

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from degarble.harness.formats.codec import decode_array
 from degarble.harness.formats.fast.buffers import values_of
 from degarble.harness.formats.number_formats import E2M1, E4M3, ELEMENT_FORMATS
+from degarble.harness.formats.quantise import spread_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.audit.statistics.loops import E2M1Tables
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
+    from degarble.harness.formats.quantise import QuantisedTensor
     from degarble.harness.formats.weight import Weight
 
 
@@ -317,9 +320,9 @@ class TensorStatistics:
 
 
 # --------------------------------------------------------------------------------------------------
-# Passes over the rows, by kind: packed E2M1, E4M3 or plain values. A pass adds row blocks through
-# the compiled loops and makes the record at the end. The loops are imported inside functions,
-# because numba takes long to load.
+# Passes over the rows, by kind: packed E2M1, E4M3, codes of a table or plain values. A pass adds
+# row blocks through the compiled loops and makes the record at the end. The loops are imported
+# inside functions, because numba takes long to load.
 
 _WIDEST_PROFILE = 1 << 20  # columns; a long vector comes in pieces
 PROFILE_ROWS = 32  # rows that stand for a matrix where a profile of its columns is wanted
@@ -335,7 +338,9 @@ def pass_over(stored: StoredWeight, *, profile: bool) -> Pass:
     fmt = stored.format
     if fmt is None:
         return PlainPass(stored, profile)
-    return E2M1Pass(stored, fmt, profile) if fmt.element == E2M1 else E4M3Pass(stored, fmt, profile)
+    if fmt.element == E2M1:
+        return E2M1Pass(stored, fmt, profile)
+    return (E4M3Pass if fmt.element == E4M3 else TablePass)(stored, fmt, profile)
 
 
 class Pass(ABC):
@@ -515,7 +520,7 @@ class E4M3Pass(Pass):
         """Return sum of squares and largest code of each block; count the codes."""
         from degarble.harness.checkpoint.audit.statistics import loops  # noqa: PLC0415  numba
 
-        height, width = self._format.block
+        height, width = self._format.extents(*codes_MK.shape)
         blocks_RC2 = np.empty((*shape, 2))
         for block_row, panel in enumerate(blocks_RC2):
             rows = codes_MK[block_row * height : (block_row + 1) * height]
@@ -523,7 +528,7 @@ class E4M3Pass(Pass):
         return blocks_RC2
 
     def _take_columns(self, sampled: NDArray[np.uint8], square_RC: NDArray[np.float64]) -> None:
-        height, width = self._format.block
+        height, width = self._format.extents(len(sampled) * self.every, self.width)
         block_rows = np.arange(len(sampled)) * self.every // height
         factors = np.repeat(square_RC[block_rows], width, axis=1)[:, : self.width]
         self.columns += _narrowed((self._squares[sampled] * factors).sum(0))
@@ -576,6 +581,79 @@ class E4M3Pass(Pass):
             underflown=int(((values == 0) & ~zero & self._are_finite(scales)).sum()),
             tops=np.bincount(top[(values > 0) & ~zero], minlength=128),
             pairing=scale_correlation(values, energy),
+        )
+
+
+class TablePass(Pass):
+    """Codes of a table, less their zero points, under float32 scales: integers by group."""
+
+    def __init__(self, stored: StoredWeight, fmt: BlockFormat, profile: bool) -> None:
+        super().__init__(stored, profile)
+        self._counts = np.zeros(fmt.element.code_count, np.int64)
+        self._zeros = 0
+        self._amax = 0.0
+        self._blocks: list[NDArray[np.float64]] = []  # [M, G, 3]: scale, sum of squares, largest
+
+    def add(self, weight: Weight) -> None:
+        """Add the next rows."""
+        tensor = weight.quantised()
+        codes_MK = tensor.element_codes()
+        if not codes_MK.numel():
+            return
+        self._counts += np.bincount(codes_MK.reshape(-1).numpy(), minlength=len(self._counts))
+        step_MK = decode_array(codes_MK, tensor.format.element)
+        if tensor.zero_point is not None:
+            step_MK -= spread_blocks(tensor, tensor.zero_point)
+        # Bytes of differences from the zero point: a row of zeros has no other bits than signs.
+        self.take_rows(bytes_by_row(step_MK), _FINITE_MASK[0])
+        self._zeros += int((step_MK == 0).sum())
+        self._take_blocks(tensor, step_MK)
+
+    def _take_blocks(self, tensor: QuantisedTensor, step_MK: Tensor) -> None:
+        scale_RG = tensor.scale_values().double()
+        scale_MG = scale_RG.expand(len(step_MK), -1)
+        group_K = tensor.group_index
+        if group_K is None:
+            width = tensor.format.extents(*step_MK.shape)[1]
+            group_K = torch.arange(step_MK.shape[1]) // width
+        group_K = group_K.long()
+        square_MK = step_MK.double().square()
+        energy_MG = torch.zeros_like(scale_MG).index_add_(1, group_K, square_MK)
+        top_MG = torch.zeros_like(scale_MG)
+        index_MK = group_K.expand(len(step_MK), -1)
+        top_MG.scatter_reduce_(1, index_MK, step_MK.abs().double(), "amax")
+        self._blocks.append(torch.stack([scale_MG, energy_MG, top_MG], dim=-1).numpy())
+        finite_MG = scale_MG.nan_to_num(0.0, 0.0, 0.0)
+        self._amax = max(self._amax, float((finite_MG.abs() * top_MG).max()))
+        self.take_energies((energy_MG * finite_MG.square()).sum(1).numpy())
+        if self.wants_profile:
+            factor_MK = finite_MG[:: self.every, group_K].square()
+            self.columns += _narrowed((square_MK[:: self.every] * factor_MK).sum(0).numpy())
+
+    def finish(self) -> TensorStatistics:
+        """Return the accumulated statistics."""
+        blocks = np.concatenate(self._blocks) if self._blocks else np.zeros((0, 1, 3))
+        scale, energy, top = (np.ascontiguousarray(blocks[..., part]) for part in range(3))
+        finite = np.isfinite(scale)
+        value, zero = np.where(finite, scale, 0.0), top == 0
+        kept = scale.astype(np.float32)
+        return TensorStatistics(
+            **self.common(),
+            counts=self._counts,
+            not_finite=0,
+            zeros=self._zeros,
+            amax=self._amax,
+            scale_digest=matrix_digest(digests_of(kept.view(np.uint8)), ordered=True),
+            blocks=BlockStatistics(
+                scale=of_floats(kept, ~zero),
+                zero_blocks=int(zero.sum()),
+                zero_scales=np.zeros(256, np.int64),
+                underflown=int(((value == 0) & ~zero & finite).sum()),
+                tops=np.bincount(
+                    np.minimum(top, 127).astype(int)[(value > 0) & ~zero], minlength=128
+                ),
+                pairing=scale_correlation(value, energy),
+            ),
         )
 
 

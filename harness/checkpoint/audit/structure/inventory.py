@@ -23,6 +23,7 @@ from degarble.harness.checkpoint.view.modules import (
     misnamed,
     suffix_of,
 )
+from degarble.harness.checkpoint.view.schemes import packed_form
 from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
     FP8_128X128_F32,
@@ -109,6 +110,9 @@ class ModuleChecks:
                 error.remedy,
             )
             return check
+        integers = self._integers(parameter, module, parts)
+        if integers is not None:
+            return integers
         seen = tuple(
             (part, suffix_of(entry), entry.dtype, entry.shape) for part, entry in parts.items()
         )
@@ -117,6 +121,30 @@ class ModuleChecks:
         if module_check is None:
             module_check = self._known[key] = _judged(parameter, parts)
         return module_check
+
+    def _integers(
+        self, parameter: Parameter, module: str, parts: dict[PartKind, TensorEntry]
+    ) -> ModuleCheck | None:
+        """Return the result for a module of integers by group; None for any other module."""
+        codes = parts[PartKind.CODES]
+        check = ModuleCheck(has_input_scale=PartKind.INPUT_SCALE in parts)
+        try:
+            suffix = codes.name.removeprefix(module)
+            packed = packed_form(module, parts, suffix, self._table.configs)
+        except Refused as error:
+            check.report(
+                rules.UNREADABLE_MODULE,
+                PartKind.CODES,
+                f"does not fit its module: {error.name} is {error.shown_value}, expected"
+                f" {error.expectation}",
+                error.remedy,
+            )
+            return check
+        if packed is None:
+            return None
+        check.weight = packed.format.name
+        _judge_shape(check, parameter, packed.shape, codes)
+        return check
 
 
 def _judged(parameter: Parameter, parts: Parts) -> ModuleCheck:
@@ -207,7 +235,8 @@ def _judge_shape(
 ) -> bool:
     if shape == parameter.shape:
         return True
-    packed = f" (stored {list(codes.shape)}, two codes a byte)" if shape != codes.shape else ""
+    by_bytes = ", two codes a byte" if codes.dtype in PAIRS else ""
+    packed = f" (stored {list(codes.shape)}{by_bytes})" if shape != codes.shape else ""
     check.report(
         rules.WRONG_SHAPE,
         PartKind.CODES,

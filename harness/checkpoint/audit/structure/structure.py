@@ -16,10 +16,11 @@ from degarble.harness.checkpoint.audit import rules
 from degarble.harness.checkpoint.audit import rules as rules_files
 from degarble.harness.checkpoint.audit.findings import NOWHERE, Finding, FindingLocation, Findings
 from degarble.harness.checkpoint.audit.structure.formats import report_formats, report_scalars
+from degarble.harness.checkpoint.audit.structure.integers import report_stated_integers
 from degarble.harness.checkpoint.audit.structure.inventory import Inventory, take_inventory
 from degarble.harness.checkpoint.read.types import ProblemKind, shown
 from degarble.harness.checkpoint.view.consumers import LOADERS
-from degarble.harness.checkpoint.view.modules import has_coarse_scales, suffix_of
+from degarble.harness.checkpoint.view.modules import suffix_of
 from degarble.harness.checkpoint.view.quantisation_configs import OTHER_METHODS
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.config.json_file import ARCHITECTURES
@@ -316,6 +317,7 @@ def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
     report_counts(checkpoint, findings)
     formats = _report_scale_names(checkpoint.table, findings)
     _report_method(checkpoint, formats, findings)
+    report_stated_integers(checkpoint, findings)
     if checkpoint.model is None:
         _report_no_model(checkpoint, findings)
         _report_forms(checkpoint.table, checkpoint.table.suffixes, findings)
@@ -398,14 +400,6 @@ def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings
         try:
             table.form(module)
         except Refused as error:
-            if _is_coarse(table, module):
-                findings.add(
-                    rules.COARSE_SCALES,
-                    FindingLocation(None, module),
-                    f"{shown(module)} is FP8 with one scale a tensor, or a row: not judged.",
-                    "Nothing, if the engine reads this form.",
-                )
-                continue
             findings.add(
                 rules.UNREADABLE_MODULE,
                 FindingLocation(None, module),
@@ -459,13 +453,6 @@ def _report_scale_names(table: ModuleTable, findings: Findings) -> Iterable[str]
                     wanted=usual,
                 )
     return named.keys()
-
-
-def _is_coarse(table: ModuleTable, module: str) -> bool:
-    try:
-        return has_coarse_scales(table.parts(module))
-    except Refused:
-        return False
 
 
 def _report_missing(inventory: Inventory, findings: Findings) -> None:

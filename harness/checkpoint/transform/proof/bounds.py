@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
+from degarble.harness.formats.number_formats import ElementFormat
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -65,5 +67,6 @@ FACTOR_BOUND = ErrorBound(FACTOR)  # the one rounding of a divisor that becomes 
 
 def element_bound(fmt: BlockFormat) -> ErrorBound:
     """Return half the distance of the codes around each value, times the scale there."""
+    assert isinstance(fmt.element, ElementFormat), "recipes write floats"
     # The top code also takes what the rounding of an E4M3 scale pushes above it, by up to 1/16.
     return ErrorBound(ELEMENT, fmt.element.mantissa_bits, fmt.element.min_exponent)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.transform.recode import Recoded
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.checkpoint.view.view import Checkpoint
-    from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
+    from degarble.harness.formats.number_formats import BlockFormat, NumberFormat
     from degarble.harness.formats.weight import Weight
 
 
@@ -48,14 +48,14 @@ _ONE_STEP = PanelScales(torch.ones(1, 1, dtype=torch.float64), (1 << 62, 1 << 62
 
 
 @lru_cache(maxsize=8)
-def table_of(element: ElementFormat) -> Tensor:
+def table_of(element: NumberFormat) -> Tensor:
     """Return the value of every code, float64, by the definition of the format."""
     values = [decode(code, element) for code in range(element.code_count)]
     return torch.tensor(values, dtype=torch.float64)
 
 
 @lru_cache(maxsize=8)
-def pairs_of(element: ElementFormat, order: NibbleOrder) -> Tensor:
+def pairs_of(element: NumberFormat, order: NibbleOrder) -> Tensor:
     """Return both values of every byte of packed codes [256, 2], the even column's first."""
     byte = torch.arange(256)
     low, high = table_of(element)[byte & 15], table_of(element)[byte >> 4]
@@ -108,7 +108,7 @@ def exact_values(record: Weight, memory: Tensor | None = None) -> tuple[Tensor, 
 
 
 def decoded(
-    codes: Tensor, element: ElementFormat, steps: PanelScales, memory: Tensor | None = None
+    codes: Tensor, element: NumberFormat, steps: PanelScales, memory: Tensor | None = None
 ) -> Tensor:
     """Return the values of codes [R, C] of one byte each."""
     values = _placed(codes.shape, memory)

@@ -49,7 +49,7 @@ from degarble.harness.engine.faults.registry import FAULTS
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE, decode_array, encode_array, pack_nibbles
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import E2M1, NibbleOrder, Rounding
-from degarble.harness.formats.quantise import quantise
+from degarble.harness.formats.quantise import quantise, spread_blocks
 from degarble.harness.report.number_text import number, share, span
 from degarble.harness.report.verdict import Verdict
 from degarble.references.numerics import DecodedOperands
@@ -364,11 +364,11 @@ def _requantised(
         yield quantise(rows, tensor.format, dialect, decode_scale=scale)
     except CANNOT_RUN:
         return  # the rule needs another kind of scale
-    if tensor.format.block[0] != 1 or not tensor.format.packed:
+    if tensor.format.block[0] != 1 or not tensor.format.packed or tensor.zero_point is not None:
         return
     steps = tensor.scale_values().double() * (1.0 if scale is None else scale.double())
-    blocks = rows.double().unflatten(-1, (-1, tensor.format.block[1]))
-    exact = (blocks / steps.unsqueeze(-1).where(steps.unsqueeze(-1) > 0, torch.inf)).flatten(-2)
+    steps = spread_blocks(tensor, steps)
+    exact = rows.double() / steps.where(steps > 0, torch.inf)
     codes = encode_array(exact.float(), tensor.format.element, rounding)
     order = tensor.nibble_order or NibbleOrder.LOW_EVEN
     yield replace(tensor, codes=pack_nibbles(codes, order))

@@ -159,7 +159,11 @@ class MatrixOperand:
             return MatrixOperand(tensor, rows)
         codes, block_scale = tensor.codes[rows], tensor.block_scale[rows]
         shape = (len(rows), tensor.shape[1])
-        return MatrixOperand(replace(tensor, codes=codes, block_scale=block_scale, shape=shape))
+        zero_point = None if tensor.zero_point is None else tensor.zero_point[rows]
+        cut_tensor = replace(
+            tensor, codes=codes, block_scale=block_scale, zero_point=zero_point, shape=shape
+        )
+        return MatrixOperand(cut_tensor)
 
     def _meant(self, rows: Tensor) -> Tensor:
         return rows if self.picked is None else rows[self.picked]

@@ -13,9 +13,11 @@ from degarble.harness.checkpoint.audit.statistics import tensor
 from degarble.harness.checkpoint.audit.statistics import tensor as scale_statistics
 from degarble.harness.checkpoint.audit.statistics import tensor as tensor_statistics
 from degarble.harness.checkpoint.audit.statistics.tensor import TensorStatistics, statistics_of
+from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.dialects import MODELOPT
 from degarble.harness.formats.fast.buffers import values_of
 from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
     E2M1,
     FP8_128X128_F32,
     FP8_128X128_UE8M0,
@@ -31,6 +33,7 @@ from degarble.suites.checkpoint.number_cases import (
     stored_parts,
     write_modules,
 )
+from degarble.suites.checkpoint.view.integer_cases import gptq, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,8 +54,6 @@ def statistics(
 
 def decoded(folder: Path) -> Tensor:
     """Values without the tensor scale, in float64."""
-    from degarble.harness.checkpoint.view.view import Checkpoint  # noqa: PLC0415
-
     weight = Checkpoint.open(folder).weight("m")
     if weight.tensor_scale is not None:
         weight.tensor_scale = torch.ones(())
@@ -84,6 +85,47 @@ def test_sums_and_extremes_are_those_of_the_values(
     assert found.blocks is not None
     rows, columns = fmt.block
     assert found.blocks.scale.count == math.ceil(shape[0] / rows) * math.ceil(shape[1] / columns)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("window", [1 << 23, 24 * 256])
+def test_integers_by_group(
+    tmp_path: Path,
+    seed: int,
+    symmetric: bool,
+    act_order: bool,
+    window: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_statistics, "WINDOW_ELEMENTS", window)
+    fmt = BLOCK_FORMATS["INT4_G32" if symmetric else "UINT4_G32"]
+    values = matrix(seed, 72, 256)
+    values[5] = 0
+    made = quantise(values, fmt)
+    index = torch.arange(256) // 32
+    if act_order:
+        index = index[torch.randperm(256, generator=generator(seed))]
+    codes = made.element_codes().int()
+    zeros = torch.full_like(made.block_scale, 8) if symmetric else made.zero_point
+    assert zeros is not None
+    codes = codes ^ 8 if symmetric else codes
+    scales = made.block_scale.half()
+    stated = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+    write(tmp_path, gptq("m", codes, zeros.int(), scales, (4, 0, index)), stated)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        found = statistics_of(checkpoint.stored("m"), profile=True)
+        expected = checkpoint.weight("m").values(torch.float64)
+    assert found.amax == float(expected.abs().max())
+    assert found.sum_squares == pytest.approx(float(expected.square().sum()), rel=1e-6)
+    assert found.zeros == int((expected == 0).sum())
+    assert (found.zero_rows, found.zero_run) == (1, (5, 1))
+    assert found.counts.sum() == found.elements
+    sampled = expected[::2].square().sum(0)
+    assert found.columns == pytest.approx(sampled.numpy(), rel=1e-5)
+    assert found.rows == pytest.approx(expected.square().sum(1).numpy(), rel=1e-5)
+    assert found.blocks is not None
+    assert found.blocks.scale.count == 72 * 8
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

@@ -130,7 +130,7 @@ PLANTED = {
     "bf16 tensor scale": (cast(f"{E0}.w2.weight_scale_2", torch.bfloat16), "scales.dtype"),
     "a scale a row": (
         put(f"{Q}.wo_b.scale", lambda t: zeros((t[f"{Q}.wo_b.weight"].shape[0], 1), torch.float32)),
-        "scales.block",
+        "config.contradicts",
     ),
     "scales from packed bytes": (
         put(f"{E0}.w1.weight_scale", lambda t: t[f"{E0}.w1.weight_scale"][:, ::2]),
