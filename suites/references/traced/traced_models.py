@@ -127,12 +127,15 @@ def raw_config(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {**_SMALL, **own, "model_type": name, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def built(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def built(
+    name: str, dtype: torch.dtype = torch.float32, settings: Mapping[str, Any] | None = None
+) -> nn.Module:
     """Return the model, with weights that keep the size of what passes."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  heavy
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**_SMALL, **ARCHITECTURES[name]})
+    own = {**_SMALL, **ARCHITECTURES[name]} if settings is None else settings
+    config = AutoConfig.for_model(name, **own)
     model: nn.Module = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
