@@ -75,7 +75,7 @@ def test_every_family_of_faults_is_registered() -> None:
     listed = (home / "registry.py").read_text(encoding="utf-8")
     families = {
         name
-        for path in home.glob("*.py")
+        for path in home.rglob("*.py")
         for name in re.findall(
             r"^([A-Z0-9_]+_FAULTS)\b.* = ", path.read_text("utf-8"), re.MULTILINE
         )

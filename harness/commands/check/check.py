@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from degarble.harness.backends.registry import AskedBackend
     from degarble.harness.capture.capture import Watch
     from degarble.harness.engine.diagnose.diagnose import Diagnosed
+    from degarble.harness.engine.diagnose.representatives import Representatives
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.judged_run import Looked
     from degarble.harness.engine.localise.recorded_run import RecordedRun
@@ -282,12 +283,7 @@ class CheckRun:
         notes: list[str] = []
         if not self.capture.complete:
             notes.append("The capture is incomplete: its run ended before its time.")
-        origins = [
-            DiagnosedOrigin(
-                discrepancy, _diagnosed(discrepancy, found) if number < DIAGNOSED else None
-            )
-            for number, discrepancy in enumerate(found.origins)
-        ]
+        origins = _all_diagnosed(found)
         shares = None
         if origins and self.model.streamed is None:
             run = found.run or self.capture
@@ -344,11 +340,27 @@ def _by_role(components: Sequence[object]) -> str:
     return f"{len(components)}: {', '.join(roles)}" if components else "none"
 
 
-def _diagnosed(discrepancy: Discrepancy, found: Localised) -> Diagnosed | None:
+def _all_diagnosed(found: Localised) -> list[DiagnosedOrigin]:
+    if not found.origins:
+        return []
+    # All families of faults; a healthy run does without them.
+    from degarble.harness.engine.diagnose.representatives import Representatives  # noqa: PLC0415
+
+    known = Representatives()
+    return [
+        DiagnosedOrigin(
+            discrepancy, _diagnosed(discrepancy, found, known) if number < DIAGNOSED else None
+        )
+        for number, discrepancy in enumerate(found.origins)
+    ]
+
+
+def _diagnosed(
+    discrepancy: Discrepancy, found: Localised, known: Representatives
+) -> Diagnosed | None:
     if discrepancy.record is None:
         return None
-    # All families of faults; a healthy run does without them.
-    from degarble.harness.engine.diagnose.diagnose import Diagnosed, diagnose  # noqa: PLC0415
+    from degarble.harness.engine.diagnose.diagnose import Diagnosed  # noqa: PLC0415
 
     for convention in found.conventions:
         if (
@@ -356,7 +368,7 @@ def _diagnosed(discrepancy: Discrepancy, found: Localised) -> Diagnosed | None:
             and discrepancy.context.role in REGISTRY[convention.name].roles
         ):
             return Diagnosed((), (), 0, f"{convention.sentence}. Declare that, or mend the kernel.")
-    return diagnose(discrepancy.context, [discrepancy.record, *discrepancy.more])
+    return known.diagnose(discrepancy)
 
 
 def _with_case(origin: DiagnosedOrigin, folder: Path, number: int) -> DiagnosedOrigin:

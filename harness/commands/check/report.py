@@ -529,9 +529,16 @@ def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
         yield Text(visible(line), "dim")
     for note in (*checked.notes, *found.notes)[:3]:
         yield from _columns("note", note, width)
-    for place, origin in enumerate(checked.origins[:SHOWN], 1):
+    apart = [origin for origin in checked.origins if not _like(origin)]
+    for place, origin in enumerate(apart[:SHOWN], 1):
         yield from _origin(place, origin, width)
-    others = checked.origins[SHOWN:]
+        name = origin.discrepancy.component
+        alike = [each for each in checked.origins if _like(each) == name]
+        if alike:
+            listed = ", ".join(each.discrepancy.component for each in alike)
+            words = f"the same in {len(alike) + 1} modules: also in {listed}"
+            yield from _columns("   also", words, width)
+    others = apart[SHOWN:]
     if others:
         yield Text("")
         listed = ", ".join(
@@ -540,6 +547,11 @@ def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
         yield from _columns("and", f"{len(others)} more: {listed}", width)
     if checked.shares is not None and len(checked.origins) > 1:
         yield from _columns("together", checked.shares.sentence, width)
+
+
+def _like(origin: DiagnosedOrigin) -> str:
+    """Return the component whose cause holds here as well; empty where it has one of its own."""
+    return origin.diagnosed.like if origin.diagnosed is not None else ""
 
 
 def _origin(place: int, origin: DiagnosedOrigin, width: int) -> Iterator[Text]:

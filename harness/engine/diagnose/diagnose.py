@@ -18,6 +18,7 @@ import torch
 
 from degarble.harness.engine.budget.attention import keeping_budgets
 from degarble.harness.engine.budget.budget import HEADROOM
+from degarble.harness.engine.conventions.registry import REGISTRY
 from degarble.harness.engine.diagnose.trial import (
     VariantFit,
     calls_in,
@@ -36,7 +37,7 @@ from degarble.harness.engine.diagnose.trial import (
 )
 from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, Reach
 from degarble.harness.engine.faults.regions import flat
-from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.registry import faults_for
 from degarble.harness.engine.faults.weight_faults import remembering
 from degarble.harness.report.number_text import number, share
 
@@ -236,6 +237,7 @@ class Diagnosed:
     excluded: tuple[Excluded, ...]
     tried: int
     sentence: str
+    like: str = ""  # the component whose cause was tried first, and holds here as well
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,13 +270,15 @@ def diagnose(
     apart = [records] if isinstance(records, CallRecord) else list(records)
     calls = together(context, apart)
     reach = Reach.EDGE if calls[0].implied else Reach.COMPONENT
-    known = MODEL_FAULTS.values() if faults is None else faults
+    known = faults_for(context) if faults is None else faults
     sitting = [fault for fault in known if fault.reach is reach and fault.applies_to(context)]
     main = most_telling(calls)
     if not _has_the_twins_form(main):
         sentence = "No known fault explains this: its outputs have another form, so none was tried."
         return Diagnosed((), (), 0, sentence)
-    with torch.inference_mode(), remembering(), keeping_budgets():
+    # Inference mode passes composite operators, of which errors are not known, whole to modes.
+    recorded = torch.no_grad() if context.component.kind else torch.inference_mode()
+    with recorded, remembering(), keeping_budgets():
         sample = sampled(context, main)
         # Faults that differ from call to call are tried only where nothing explains all calls
         # alike.
@@ -291,6 +295,8 @@ def diagnose(
             named = _proved(context, calls, main, pairs)
         if not named and _shows_in_sums_only(context, calls):
             named = _proved(context, calls, main, _in_sums(context, main, trials), IN_SUMS)
+        if not named and context.component.kind:
+            named = _by_other_conventions(context, apart, steady)
     excluded = _excluded(trials, named)
     tried = sum(not trial.uncut for trial in trials) + len(pairs)
     return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
@@ -344,6 +350,35 @@ def _in_a_part(
         if named:
             return tuple(replace(n, evidence=f"{n.evidence}, {words}") for n in named)
     return ()
+
+
+def _by_other_conventions(
+    context: ComponentContext, apart: Sequence[CallRecord], sitting: Sequence[ModelFault]
+) -> tuple[NamedFault, ...]:
+    """Return causes for a twin on the other side of a convention.
+
+    A component that is wrong shows no convention, and contradicts that of the others.
+    """
+    kind, twin = context.component.kind, context.bound
+    switches = twin.numerics.switches
+    for convention in REGISTRY.values():
+        if kind not in convention.roles:
+            continue
+        for value in convention.values:
+            if value == getattr(switches, convention.name, None):
+                continue
+            other = replace(context, bound=twin.with_switches(**{convention.name: value}))
+            records = [_expected_of(other, record) for record in apart]
+            calls = together(other, records)
+            main = most_telling(calls)
+            named, _ = _alike_in_all(other, calls, (main, sampled(other, main)), sitting)
+            if named:
+                return named
+    return ()
+
+
+def _expected_of(context: ComponentContext, record: CallRecord) -> CallRecord:
+    return replace(record, expected=context.call(record.inputs, context.weights))
 
 
 def _each_by_itself(

@@ -17,7 +17,7 @@ from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.roles import SUMS, budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.compare.compare import values_of_any
-from degarble.harness.engine.faults.model_faults import ChangedWeights
+from degarble.harness.engine.faults.model_faults import ChangedWeights, facts_of
 from degarble.harness.engine.faults.regions import cancelled, extents
 from degarble.harness.engine.faults.weight_faults import Decoding, numbers_of
 from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         FaultVariant,
         ModelFault,
     )
+    from degarble.references.facts import ModelFacts
 
     Tensors = Mapping[str, Tensor]
     Measure = Callable[[Tensors, Tensors], float]
@@ -134,6 +135,7 @@ class VariantOutputs:
     inputs: Tensors
     weights: Mapping[str, Weight]
     stretch: Mapping[str, float]  # how much the variant enlarged an output after the call
+    facts: ModelFacts | None = None  # of a traced component that runs with other ones
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,8 @@ def make(
                 {**record.inputs, **record.implied}, context.weights
             )
             return VariantOutputs(outputs, record.inputs, context.weights, {})
-        outputs = variant.apply(spied)(record.inputs, context.weights)
+        applied = variant.apply(spied)
+        outputs = applied(record.inputs, context.weights)
     except CANNOT_RUN:
         return None  # another shape or format than the variant is for
     stretch = {
@@ -189,7 +192,8 @@ def make(
         else output
         for name, output in outputs.items()
     }
-    return VariantOutputs(typed, seen["inputs"] or record.inputs, operands[0], stretch)
+    facts = facts_of(applied) if context.component.kind else None
+    return VariantOutputs(typed, seen["inputs"] or record.inputs, operands[0], stretch, facts)
 
 
 def _left_open(variant: FaultVariant, made: Tensor, seen: Tensor) -> Tensor:
@@ -446,7 +450,9 @@ def _call(context: ComponentContext, variant_outputs: VariantOutputs) -> Judgeab
     call = JudgeableCall.from_twin(
         context.bound, context.name, variant_outputs.inputs, variant_outputs.outputs
     )
-    return replace(call, weights=variant_outputs.weights)
+    facts = variant_outputs.facts
+    call = replace(call, weights=variant_outputs.weights)
+    return call if facts is None else replace(call, facts=facts)
 
 
 def shares(

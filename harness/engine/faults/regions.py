@@ -255,7 +255,8 @@ def named_in(context: ComponentContext, names: Sequence[str]) -> str:
 def expert_of(name: str) -> int:
     """Return the number in `ffn.experts.3.w1`; -1 for other weights."""
     _, _, rest = name.partition(_EXPERTS)
-    return int(rest.partition(".")[0]) if rest else -1
+    number = rest.partition(".")[0]
+    return int(number) if number.isdigit() else -1
 
 
 def plantable(context: ComponentContext) -> tuple[WeightRegion, ...]:

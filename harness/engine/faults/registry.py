@@ -85,10 +85,13 @@ from degarble.harness.engine.faults.tensor_scales import (
     SCALE_DIRECTION_FAULTS,
     SCALE_DIRECTION_TENSOR_FAULTS,
 )
+from degarble.harness.engine.faults.traced.components import TRACED_COMPONENT_FAULTS
+from degarble.harness.engine.faults.traced.operations import TRACED_OPERATION_FAULTS
+from degarble.harness.engine.faults.traced.weights import TRACED_WEIGHT_FAULTS
 from degarble.harness.report.number_text import number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from degarble.harness.engine.faults.model_faults import (
         ComponentContext,
@@ -170,6 +173,34 @@ MODEL_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
         for fault in family
     }
 )
+
+
+_OF_WEIGHTS = (
+    SCALE_DIRECTION_FAULTS, SCALE_COUNT_FAULTS, SCALE_UNSET_FAULTS, NUMBER_FORMATS_FAULTS,
+    POWER_OF_TWO_FAULTS, SCALE_RANGE_FAULTS, CODECS_FAULTS, NIBBLE_ORDER_FAULTS,
+    SCALE_LAYOUT_FAULTS, SCALE_ARITHMETIC_FAULTS, SWIZZLED_WORDS_FAULTS, WRONG_ROWS_FAULTS,
+    TENSOR_ABSENT_FAULTS, WRONG_PRECISION_FAULTS, AFTER_LOADING_FAULTS, LOST_SIGN_FAULTS,
+    ORDER_OF_SCALES_FAULTS, LOOKUP_EDGES_FAULTS, SKIPPED_LOAD_FAULTS, ONES_FOR_SCALES_FAULTS,
+)  # fmt: skip
+# Faults of components that are known by what they compute and not by a role: those of any weight,
+# and those by kind.
+KIND_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
+    {
+        fault.id: fault
+        for family in (
+            TRACED_WEIGHT_FAULTS,
+            TRACED_COMPONENT_FAULTS,
+            TRACED_OPERATION_FAULTS,
+            *_OF_WEIGHTS,
+        )
+        for fault in family
+    }
+)
+
+
+def faults_for(context: ComponentContext) -> Iterable[ModelFault]:
+    """Return the faults that a component may have, by its kind where it has one."""
+    return (KIND_FAULTS if context.component.kind else MODEL_FAULTS).values()
 
 
 def model_fault_named(name: str) -> ModelFault:

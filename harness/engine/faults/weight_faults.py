@@ -228,6 +228,13 @@ def _decoded(weight: Weight, rows: Tensor | None = None) -> Tensor:
     return _by_tensor_scale(values, tensor)
 
 
+def some_rows(weight: Weight, rows: Tensor) -> Tensor:
+    """Return the values of a few rows of a matrix, without decoding the others."""
+    if weight.is_quantised:
+        return _decoded(weight, rows)
+    return weight.values(torch.float64)[rows] if weight.value is None else weight.value[rows]
+
+
 class Decoding(Mapping[str, Weight]):
     """Weights as numbers: `kept` are unchanged, changed ones are decoded again.
 

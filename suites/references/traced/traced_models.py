@@ -121,21 +121,24 @@ NAMES = [
 ]
 
 
-def raw_config(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def raw_config(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> dict[str, Any]:
     """Return a config.json."""
     own = ARCHITECTURES[name]
-    return {**_SMALL, **own, "model_type": name, "dtype": str(dtype).removeprefix("torch.")}
+    return {**_SMALL, **own, **more, "model_type": name, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def built(
-    name: str, dtype: torch.dtype = torch.float32, settings: Mapping[str, Any] | None = None
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    settings: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> nn.Module:
     """Return the model, with weights that keep the size of what passes."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  heavy
 
     torch.manual_seed(0)
     own = {**_SMALL, **ARCHITECTURES[name]} if settings is None else settings
-    config = AutoConfig.for_model(name, **own)
+    config = AutoConfig.for_model(name, **{**own, **more})
     model: nn.Module = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
@@ -153,6 +156,6 @@ def weights_of(model: nn.Module) -> dict[str, Weight]:
     return {logical_name(path): Weight(value=tensor.detach().clone()) for path, tensor in held}
 
 
-def config_of(name: str, dtype: torch.dtype = torch.float32) -> TracedConfig:
+def config_of(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> TracedConfig:
     """Return the traced config."""
-    return TracedConfig.of(raw_config(name, dtype))
+    return TracedConfig.of(raw_config(name, dtype, **more))
