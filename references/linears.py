@@ -117,7 +117,7 @@ def activation_values(
 
 def weight_values(weight: Weight, dtype: torch.dtype, numerics: Numerics | None) -> Tensor:
     """Return a weight's values in `dtype`, as `numerics` multiplies them."""
-    if numerics is None or numerics.operands is DecodedOperands.EXACT or not weight.is_quantised:
+    if numerics is None or numerics.operands is DecodedOperands.EXACT or not weight.is_decoded:
         return weight.values(dtype)
     return cast(cast(weight.values(torch.float32), _DECODED), dtype)
 

@@ -23,7 +23,7 @@ from degarble.harness.backends.pairings import failed, replace_call
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.base.files import read_small_file
 from degarble.harness.formats.quantise import QuantisedTensor
-from degarble.harness.formats.weight import Weight
+from degarble.harness.formats.weight import DerivedWeight, Weight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.references.binding import BoundModel
 
 LARGEST_PATCH = 16 << 20
@@ -68,22 +67,21 @@ class Candidate:
     """The argument of a patch: weights and components of the model that is about to run."""
 
     def __init__(
-        self, bound: BoundModel, source: Mapping[str, Weight], names: LogicalNames
+        self, bound: BoundModel, source: Mapping[str, Weight], stored: Mapping[str, str]
     ) -> None:
-        self.weights = CandidateWeights(source, names)
+        self.weights = CandidateWeights(source, stored)
         self.components = CandidateComponents(bound)
 
 
 class CandidateWeights(MutableMapping[str, Weight]):
-    """Records of all parameters; a record is kept once it is read, so that it can be changed."""
+    """Records of all parameters; a record is kept once it is read, so that it can be changed.
 
-    def __init__(self, source: Mapping[str, Weight], names: LogicalNames) -> None:
+    `stored` gives the parameter of each stored module that holds one alone.
+    """
+
+    def __init__(self, source: Mapping[str, Weight], stored: Mapping[str, str]) -> None:
         self._source = source
-        self._stored = {
-            names.module_of(parameter): name
-            for name, parameter in names.present.items()
-            if not names.is_fused(parameter)
-        }
+        self._stored = stored
         self._taken: dict[str, tuple[Weight, dict[str, tuple[Tensor | None, int]]]] = {}
         self._copied_whole: set[str] = set()
 
@@ -204,12 +202,12 @@ class PatchedWeights(dict[str, Weight]):
 
 
 def apply_patch(
-    path: Path, bound: BoundModel, source: Mapping[str, Weight], names: LogicalNames
+    path: Path, bound: BoundModel, source: Mapping[str, Weight], stored: Mapping[str, str]
 ) -> Patched:
     """Run a patch on a bound model; the model stays unchanged unless the patch succeeds."""
     text = read_small_file(path, LARGEST_PATCH)
     function = _function(path, text)
-    candidate = Candidate(bound, source, names)
+    candidate = Candidate(bound, source, stored)
     try:
         function(candidate)
     except (Exception, SystemExit) as error:
@@ -262,6 +260,8 @@ def _function(path: Path, text: bytes) -> Any:
 
 def _copied(weight: Weight) -> Weight:
     """Copy a record, so that writing into its tensors does not change the source."""
+    if isinstance(weight, DerivedWeight):
+        return Weight(value=weight.values(torch.float32).clone())
     made = Weight(storage=weight.storage)
     for name in FIELDS:
         held = getattr(weight, name)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from degarble.references.binding import BoundModel
 
 TORCH, CUTEDSL = "torch", "cutedsl"
-_WITHOUT_KERNELS = ("vllm",)
+TRANSFORMERS = "transformers"  # runs whole models, and only to be captured
+_WITHOUT_KERNELS = ("vllm", TRANSFORMERS)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class AskedBackend:
             from degarble.harness.backends.cutedsl.backend import CONVENTIONS  # noqa: PLC0415  our kernels
 
             return Offered(CUTEDSL, {}, CONVENTIONS)
+        if self.name == TRANSFORMERS:
+            return Offered(TRANSFORMERS, {})
         return backend_named(self.name)
 
     @property
@@ -91,6 +94,8 @@ def use_backend(bound: BoundModel, backend: AskedBackend, recipe: Recipe) -> Pai
         paired = use_kernels(bound, recipe, kernels_of(backend, poison=True))
     else:
         offered = backend.offered
+        if backend.name in _WITHOUT_KERNELS:
+            offered = backend_named(backend.name)
         if backend.name == TORCH:
             return Paired()
         paired = pair(bound, offered.name, offered.components)

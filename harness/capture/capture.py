@@ -10,6 +10,7 @@ import shutil
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,13 @@ import torch
 
 from degarble.harness.backends.pairings import Paired
 from degarble.harness.backends.patching import apply_patch
-from degarble.harness.backends.registry import TORCH, AskedBackend, require_backend, use_backend
+from degarble.harness.backends.registry import (
+    TORCH,
+    TRANSFORMERS,
+    AskedBackend,
+    require_backend,
+    use_backend,
+)
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnwritablePath
 from degarble.harness.base.version import VERSION
 from degarble.harness.capture.files.reader import Capture, capture_document, capture_lines
@@ -25,6 +32,11 @@ from degarble.harness.capture.files.records import MANIFEST, Phase
 from degarble.harness.capture.files.writer import MEMORY_BYTES, CaptureWriter, require_free
 from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import Recorder
+from degarble.harness.capture.transformers_model import (
+    BF16,
+    require_traced,
+    run_by_transformers,
+)
 from degarble.harness.chat.tokenizer import Tokenizer
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MANIFEST
@@ -49,6 +61,8 @@ from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.files import require_folder
 from degarble.harness.report.progress import size
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.references.traced.family import TracedModel, keeps_state, traced_pairs
+from degarble.references.traced.trace import TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,6 +78,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.types import Block
     from degarble.references.binding import BoundModel
     from degarble.references.model import Sequence as SequenceState
+    from degarble.references.traced.graph import Graph
 
 
 # --------------------------------------------------------------------------------------------------
@@ -142,6 +157,8 @@ def captured_bytes(
     bound: BoundModel, steps: Iterable[Sequence[SequenceTokens]], wanted: CaptureFilter
 ) -> int:
     """Bytes of tensors that a capture of these steps stores."""
+    if isinstance(bound, TracedModel):
+        return traced_bytes(bound, steps, wanted)
     table = _values(bound.config)
     names = [name for name in bound.calls if wanted.includes(name) and not name.startswith("mtp.")]
     total = 0
@@ -156,6 +173,31 @@ def captured_bytes(
                 2 * _INTEGER * sum(sequence_tokens.tokens for sequence_tokens in fed)
             )  # ids and positions
             total += sum(_bytes_of(bound, name, fed, table) for name in names)
+    return total
+
+
+def traced_bytes(
+    bound: TracedModel, steps: Iterable[Sequence[SequenceTokens]], wanted: CaptureFilter
+) -> int:
+    """Bytes of what the components of a traced model return; an input was returned before."""
+    graph: Graph = bound.config.graph
+    new = earlier = 0  # for a token of a step, and for one that its sequence had before
+    for component, traced in traced_pairs(bound.config, bound.recipe):
+        if traced is None or not wanted.includes(component.name):
+            continue
+        tensors = [graph.trace.tensors[ref.number] for ref in traced.outputs.values()]
+        values = sum(
+            prod(tensor.shape) // (TOKENS if tensor.token_axis is not None else 1)
+            * tensor.dtype.itemsize
+            for tensor in tensors
+        )  # fmt: skip
+        new += values
+        earlier += values if keeps_state(traced) else 0
+    total = 0
+    for step in steps:
+        for sequence in step:
+            fed = _among(wanted, sequence)
+            total += fed * (new + 2 * _INTEGER) + (sequence.before * earlier if fed else 0)
     return total
 
 
@@ -411,8 +453,9 @@ def capture(
     require_free(folder)
     require_folder("--out", folder)
     conventions = {**capture_settings.asked.conventions, **capture_settings.conventions}
+    arithmetic = BF16 if capture_settings.backend == TRANSFORMERS else None
     with open_model(
-        source, held_values=capture_settings.held_values, switches=conventions
+        source, arithmetic, held_values=capture_settings.held_values, switches=conventions
     ) as model:
         if capture_settings.share is not None:
             model.logits_model = LogitsModel(capture_settings.share(model))
@@ -434,14 +477,25 @@ def capture(
             recorder = Recorder(
                 writer, capture_settings.wanted, statistics_only=capture_settings.statistics_only
             )
-            recorder.wrap(bound)
-            model.logits_model = RecordingLogitsModel(bound, recorder)
-            spoken = generator.speak(prompts)
+            with _recorded(model, recorder, capture_settings.backend):
+                spoken = generator.speak(prompts)
             writer.finish(
                 sequences=[_sequence(speech) for speech in spoken.speeches],
                 **_facts_of_kernels(paired),
             )
     return CaptureSummary(folder, Capture.open(folder), spoken, paired, patched)
+
+
+@contextmanager
+def _recorded(model: OpenModel, recorder: Recorder, backend: str) -> Iterator[None]:
+    """Record what an open model computes: its components, or transformers in their place."""
+    if backend == TRANSFORMERS:
+        with run_by_transformers(model, recorder):
+            yield
+        return
+    recorder.wrap(model.logits_model.bound)
+    model.logits_model = RecordingLogitsModel(model.logits_model.bound, recorder)
+    yield
 
 
 class _Repeater:
@@ -484,11 +538,14 @@ def _talker(
 def _changed(model: OpenModel, capture_settings: CaptureSettings) -> tuple[Paired, Patched | None]:
     """Put a backend's kernels in, then let a patch change what it wants."""
     bound = model.logits_model.bound
-    paired, patched = use_backend(bound, capture_settings.asked, model.recipe), None
+    if capture_settings.backend == TRANSFORMERS:
+        require_traced(bound)
+        paired = Paired(TRANSFORMERS, tuple(bound.calls))
+    else:
+        paired = use_backend(bound, capture_settings.asked, model.recipe)
+    patched = None
     if capture_settings.patch is not None:
-        names = model.checkpoint.names
-        assert names is not None, "an open model has all of its parameters"
-        patched = apply_patch(capture_settings.patch, bound, model.checkpoint.weights, names)
+        patched = apply_patch(capture_settings.patch, bound, model.weights, model.stored)
     run_on_device(bound, capture_settings.device)
     return paired, patched
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 class TracedRecorder:
     """Feeds a recorder with the component calls of a transformers model."""
 
-    def __init__(self, config: Any, recorder: Recorder) -> None:
+    def __init__(self, config: Any, recorder: Recorder, first_sequence: int = 0) -> None:
+        self._first = first_sequence
         self._graph: Graph = config.graph
         self._recorder = recorder
         self._components = tuple(zip(components(config), self._graph.components, strict=True))
@@ -98,7 +99,7 @@ class TracedRecorder:
         self._past = self._length_of(cache)
         self._shape = batch, time = ids.shape[0], ids.shape[1]
         positions = list(range(self._past, self._past + time)) * batch
-        owners = [number for number in range(batch) for _ in range(time)]
+        owners = [self._first + number for number in range(batch) for _ in range(time)]
         phase = Phase.DECODE if self._past and time == 1 else Phase.PREFILL
         self._recorder.begin(phase, ids.reshape(-1).tolist(), positions, owners)
         trace = self._graph.trace
@@ -366,8 +367,13 @@ def _attention_seen(recorder: TracedRecorder) -> Iterator[None]:
 
 
 @contextmanager
-def recording(model: nn.Module, config: TracedConfig, recorder: Recorder) -> Iterator[None]:
-    """Record every forward pass of a transformers model; the hooks are removed on exit."""
+def recording(
+    model: nn.Module, config: TracedConfig, recorder: Recorder, first_sequence: int = 0
+) -> Iterator[None]:
+    """Record every forward pass of a transformers model; the hooks are removed on exit.
+
+    `first_sequence` is the number of the first sequence of a batch in the whole run.
+    """
     with ExitStack() as stack:
-        TracedRecorder(config, recorder).install(model, stack)
+        TracedRecorder(config, recorder, first_sequence).install(model, stack)
         yield

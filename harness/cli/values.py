@@ -43,7 +43,10 @@ ReportFolder = Annotated[
 ]
 Backend = Annotated[
     str,
-    typer.Option(metavar="NAME", help="torch, cutedsl, vllm, or module:factory for own kernels."),
+    typer.Option(
+        metavar="NAME",
+        help="torch, cutedsl, vllm, transformers, or your own module:factory.",
+    ),
 ]
 Partial = Annotated[
     bool,
@@ -72,7 +75,7 @@ Prompts = Annotated[
 # Covered are paths that must exist, names from a registry, options that exclude each other, ranges
 # and backends.
 
-BACKENDS = ("torch", "cutedsl", "vllm")
+BACKENDS = ("torch", "cutedsl", "vllm", "transformers")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 

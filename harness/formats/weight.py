@@ -10,11 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from degarble.harness.formats.dialects import Dialect
@@ -89,6 +92,11 @@ class Weight:
         return self.storage is not None
 
     @property
+    def is_decoded(self) -> bool:
+        """Return whether its values are decoded from codes, its own or those of others."""
+        return self.is_quantised
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Return the logical extents."""
         if self.storage is not None:
@@ -153,6 +161,33 @@ class Weight:
                 "weight", "empty", "either value or codes with storage", "Fill one of the two."
             )
         return self.value
+
+
+@dataclass(eq=False)
+class DerivedWeight(Weight):
+    """A weight whose values follow from others: stacked, joined, transposed.
+
+    `make` computes them in a dtype; `from_codes` says whether any of the others is quantised.
+    """
+
+    make: Callable[[torch.dtype], Tensor] = field(kw_only=True)
+    extents: tuple[int, ...] = field(kw_only=True)
+    from_codes: bool = field(default=False, kw_only=True)
+
+    @property
+    def is_decoded(self) -> bool:
+        """Return whether its values were decoded from codes."""
+        return self.from_codes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the logical extents."""
+        return self.extents
+
+    def _decode(self, dtype: torch.dtype) -> Tensor:
+        # Values made in inference mode would not be kept.
+        with torch.inference_mode(mode=False):
+            return self.make(dtype)
 
 
 def _same(before: tuple[Tensor, ...], now: tuple[Tensor, ...]) -> bool:

@@ -17,6 +17,7 @@ from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe,
 from degarble.harness.checkpoint.transform.source import require_model
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
+from degarble.harness.inference.traced import TracedWeights, traced_config
 from degarble.harness.inference.weights import HeldWeights, StreamedWeights
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import V4Config, V32Config
@@ -25,6 +26,8 @@ from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
 from degarble.references.binding import BoundModel, CallWrapper
 from degarble.references.model import ModelV4, ModelV32, TokenBatch
 from degarble.references.numerics import Numerics
+from degarble.references.traced.family import TracedModel
+from degarble.references.traced.model import TracedForward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -55,8 +58,10 @@ class LogitsModel:
         config = bound.config
         self.bound = bound
         self.config = config
-        self._model: ModelV4 | ModelV32
-        if isinstance(config, V4Config):
+        self._model: ModelV4 | ModelV32 | TracedForward
+        if isinstance(bound, TracedModel):
+            self._model = TracedForward(bound)
+        elif isinstance(config, V4Config):
             self._model = ModelV4(bound, config)
         else:
             assert isinstance(config, V32Config), "there are two families"
@@ -73,7 +78,13 @@ class LogitsModel:
         return self.logits(hidden[torch.tensor([len(new) for new in tokens]).cumsum(0) - 1])
 
     def hidden(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
-        """Return the states before the head for every new token, and advance the sequences."""
+        """Return the states before the head for every new token, and advance the sequences.
+
+        Of a traced model these are the logits already: its head is a component as any other.
+        """
+        if isinstance(self._model, TracedForward):
+            with torch.inference_mode():
+                return self._model.forward(sequences, tokens)
         step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
         with torch.inference_mode():
             if isinstance(self._model, ModelV4):
@@ -86,13 +97,15 @@ class LogitsModel:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The head's input, for rows of `hidden`."""
-        if isinstance(self._model, ModelV32):
+        if not isinstance(self._model, ModelV4):
             return hidden
         with torch.inference_mode():
             return self.bound("norm", x=self.bound("hc_head", streams=hidden)["out"])["out"]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of rows of `hidden`."""
+        if isinstance(self._model, TracedForward):
+            return hidden
         normed = self.normed(hidden)
         with torch.inference_mode():
             return self.bound("head", x=normed)["out"]
@@ -122,6 +135,8 @@ class OpenModel:
     recipe: Recipe
     arithmetic: str
     streamed: StreamedWeights | None
+    weights: Mapping[str, Weight] = field(default_factory=dict, repr=False)  # as in the files
+    stored: Mapping[str, str] = field(default_factory=dict, repr=False)  # parameter of a module
     _threads: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
@@ -178,28 +193,71 @@ def open_model(
         raise UnknownName.among("--numerics", arithmetic, ARITHMETICS)
     checkpoint = Checkpoint.open(path)
     try:
-        config, names = require_model(checkpoint, "generate")
-        config = _without_drafters(config)
-        _require_complete(config, names)
-        recipe = recipe_as_stored(take_inventory(names), config)
+        source = _source_of(checkpoint)
+        config, recipe = source.config, source.recipe
         if arithmetic is None:
             quantised = any(rule.activation != BF16 for rule in recipe.rules)
             arithmetic = "twin" if quantised else "bf16"
         size = sum(prod(parameter.shape) for parameter in parameters(config))
-        streamed = StreamedWeights(checkpoint, config) if size > held_values else None
-        weights: Mapping[str, Weight] = streamed or HeldWeights(checkpoint.weights)
+        streamed = source.streamed() if size > held_values else None
+        weights: Mapping[str, Weight] = streamed or HeldWeights(source.weights)
         numerics = numerics_of(arithmetic, held=streamed is None).with_switches(**switches)
         chosen = recipe if arithmetic == "twin" else None
-        bound = BoundModel(config, numerics, weights, chosen, observer)
+        bound = source.bind(config, numerics, weights, chosen, observer)
         bound.declared = dict(switches)
-        if streamed is not None:
+        if isinstance(streamed, StreamedWeights):
             ReadPlan(bound, streamed).install()
     except BaseException:
         checkpoint.close()
         raise
     return OpenModel(
-        checkpoint, LogitsModel(bound, absorbed=absorbed), recipe, arithmetic, streamed
-    )
+        checkpoint, LogitsModel(bound, absorbed=absorbed), recipe, arithmetic, streamed,
+        source.weights, source.stored,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _ModelSource:
+    """What a family makes of a checkpoint: config, recipe, weights held or streamed, model.
+
+    `stored`: the parameter of each stored module that holds one alone.
+    """
+
+    config: Config
+    recipe: Recipe
+    weights: Mapping[str, Weight]
+    stored: Mapping[str, str]
+    streamed: Callable[[], StreamedWeights]
+    bind: Callable[..., BoundModel] = BoundModel
+
+
+def _source_of(checkpoint: Checkpoint) -> _ModelSource:
+    if checkpoint.model is None:
+        return _traced_source(checkpoint)
+    config, names = require_model(checkpoint, "generate")
+    config = _without_drafters(config)
+    _require_complete(config, names)
+    recipe = recipe_as_stored(take_inventory(names), config)
+    streamed = partial(StreamedWeights, checkpoint, config)
+    stored = {
+        names.module_of(parameter): name
+        for name, parameter in names.present.items()
+        if not names.is_fused(parameter)
+    }
+    return _ModelSource(config, recipe, checkpoint.weights, stored, streamed)
+
+
+def _traced_source(checkpoint: Checkpoint) -> _ModelSource:
+    """Read a checkpoint whose family has no reference of its own by transformers' definition."""
+    config: Any = traced_config(checkpoint)
+    weights: Any = TracedWeights(checkpoint, config)
+
+    def bind(config: Any, numerics: Numerics, *bound_to: Any) -> BoundModel:
+        stored = numerics.store if numerics.exact else config.torch_dtype
+        return TracedModel(config, replace(numerics, store=stored), *bound_to)
+
+    recipe = Recipe("as stored", ())
+    return _ModelSource(config, recipe, weights, weights.stored, lambda: weights, bind)
 
 
 def numerics_of(arithmetic: str, *, held: bool) -> Numerics:

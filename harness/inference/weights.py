@@ -15,7 +15,7 @@ import torch
 from degarble.harness.formats.codec import decode_array
 from degarble.harness.formats.fast.buffers import bits_view, output_tensor, run_parts, values_of
 from degarble.harness.formats.number_formats import E2M1, E4M3, MXFP4, UE8M0, NibbleOrder
-from degarble.harness.formats.weight import Weight
+from degarble.harness.formats.weight import DerivedWeight, Weight
 from degarble.harness.model.parameters import parameters
 
 if TYPE_CHECKING:
@@ -62,12 +62,15 @@ class HeldWeights(Mapping[str, Weight]):
 
     def __init__(self, source: Mapping[str, Weight]) -> None:
         self._source = source
-        self._held: dict[str, HeldWeight] = {}
+        self._held: dict[str, Weight] = {}
 
     def __getitem__(self, name: str) -> Weight:
         weight = self._held.get(name)
         if weight is None:
-            weight = self._held[name] = HeldWeight.of_weight(self._source[name])
+            read = self._source[name]
+            # A derived weight keeps its values itself.
+            derived = isinstance(read, DerivedWeight)
+            weight = self._held[name] = read if derived else HeldWeight.of_weight(read)
         return weight
 
     def __iter__(self) -> Iterator[str]:

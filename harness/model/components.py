@@ -457,6 +457,13 @@ def _quantised(
             component = replace(component, outputs=outputs, input_scales=scales)
         yield component
         return
+    yield from quantised_input(component, read, recipe)
+
+
+def quantised_input(
+    component: Component, read: Sequence[Parameter], recipe: Recipe
+) -> Iterator[Component]:
+    """Yield the component whose weights these are, after an act_quant where the recipe has one."""
     activation = _activation(component.name, read, recipe)
     x = next((each for each in component.inputs if each.name == "x"), None)
     if activation == BF16 or x is None:
@@ -471,10 +478,11 @@ def _quantised(
             component,
             name=maker,
             role=f"{component.role}.act_quant",
+            kind=f"{component.kind}.act_quant" if component.kind else "",
             inputs=tuple(each for each in component.inputs if each.name in kept),
             outputs=_parts(activation),
             weights=(),
-            input_scales=component.weights if _is_static(activation) else (),
+            input_scales=tuple(each.name for each in read) if _is_static(activation) else (),
         )
     codes = tuple(Input(part, (_output(maker, part),)) for part in _parts(activation))
     rest = tuple(each for each in component.inputs if each is not x)

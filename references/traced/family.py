@@ -20,15 +20,18 @@ from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.model.components import (
     Component,
     Input,
-    components,
     components_by_recipe,
+    quantised_input,
 )
-from degarble.harness.model.parameters import Parameter, Row, parameters
+from degarble.harness.model.config.json_file import config_to_dict
+from degarble.harness.model.parameters import Parameter, Row, parameter_named, parameters
+from degarble.harness.model.recipes import Recipe
 from degarble.harness.model.site_forms import declared_forms
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
 from degarble.references.binding import BoundModel, FetchedWeights
-from degarble.references.facts import ModelFacts, local_name, spans_of
+from degarble.references.components.common import act_quant
+from degarble.references.facts import ModelFacts, formats_by_block, local_name, spans_of
 from degarble.references.linears import activation_values, product
 from degarble.references.numerics import cast
 from degarble.references.traced.definitions import EachOperation, Roundings, compute
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.model.recipes import Recipe
     from degarble.harness.model.site_forms import ComponentForms
     from degarble.references.facts import Inputs, Outputs, Span, Weights
 
@@ -96,6 +98,19 @@ class TracedConfig:
         return int(self.graph.trace.tensors[self.graph.trace.logits.number].shape[-1])
 
     @property
+    def hidden_size(self) -> int:
+        """Return the width of the states between layers."""
+        graph = self.graph
+        embeddings = (c for c in graph.components if c.kind is BoundaryKind.EMBEDDING)
+        outputs = (ref for component in embeddings for ref in component.outputs.values())
+        return int(max((graph.trace.tensors[ref.number].shape[-1] for ref in outputs), default=0))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype that the model computes in."""
+        return _DTYPES[self.dtype]
+
+    @property
     def max_position_embeddings(self) -> int | None:
         """Return how many positions the model has."""
         return self.raw.get("max_position_embeddings")
@@ -124,6 +139,17 @@ def _block(number: int) -> Block:
 
 @lru_cache(maxsize=4)
 def _graph(text: str, dtype: str) -> Graph:
+    config = transformers_config(text)
+
+    @lru_cache(maxsize=8)
+    def again(tokens: int) -> Graph:
+        return cut(trace(config, _DTYPES[dtype], tokens), again)
+
+    return cut(trace(config, _DTYPES[dtype]), again)
+
+
+def transformers_config(text: str) -> Any:
+    """Return transformers' own config of a config.json; a checkpoint's code is never run."""
     from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415  heavy
 
     raw = json.loads(text)
@@ -137,13 +163,7 @@ def _graph(text: str, dtype: str) -> Graph:
             "Update transformers, or register a family with a reference of its own.",
         )  # fmt: skip
     raw.pop("quantization_config", None)
-    config = AutoConfig.for_model(kind, **raw)
-
-    @lru_cache(maxsize=8)
-    def again(tokens: int) -> Graph:
-        return cut(trace(config, _DTYPES[dtype], tokens), again)
-
-    return cut(trace(config, _DTYPES[dtype]), again)
+    return AutoConfig.for_model(kind, **raw)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,9 +194,37 @@ def keeps_state(component: TracedComponent) -> bool:
     return component.kind is BoundaryKind.CACHE or component.is_recurrent
 
 
-@lru_cache(maxsize=8)
 def _components(config: TracedConfig, recipe: Recipe) -> tuple[Component, ...]:
-    del recipe
+    return tuple(component for component, _ in _pairs(config, recipe))
+
+
+def traced_pairs(
+    config: TracedConfig, recipe: Recipe | None = None
+) -> tuple[tuple[Component, TracedComponent | None], ...]:
+    """Return the components with what was traced; a quantisation of an input was not."""
+    return _pairs(config, recipe or Recipe("bf16", ()))
+
+
+@lru_cache(maxsize=8)
+def _pairs(
+    config: TracedConfig, recipe: Recipe
+) -> tuple[tuple[Component, TracedComponent | None], ...]:
+    found: list[tuple[Component, TracedComponent | None]] = []
+    for component, traced in zip(_plain(config), config.graph.components, strict=True):
+        if traced.kind is BoundaryKind.LINEAR:
+            known: Any = config
+            weight = parameter_named(known, component.weights[0])
+            *quantised, linear = quantised_input(component, (weight,), recipe)
+            found += [(each, None) for each in quantised]
+            found.append((linear, traced))
+        else:
+            found.append((component, traced))
+    return tuple(found)
+
+
+@lru_cache(maxsize=8)
+def _plain(config: TracedConfig) -> tuple[Component, ...]:
+    """Return the components without quantised inputs."""
     graph = config.graph
     names = {component.name: site_name(component.name) for component in graph.components}
     found = []
@@ -195,11 +243,9 @@ def _components(config: TracedConfig, recipe: Recipe) -> tuple[Component, ...]:
             inputs.append(Input("token_offsets", (), "offsets"))
             inputs += [Input(f"{STATE}{each}", (), "state") for each in kept]
         role = name.removeprefix(f"{block.prefix}.") if block else name
-        weights = tuple(
-            logical_name(parameter)
-            for parameter in traced.parameters
-            if parameter not in graph.trace.buffers
-        )
+        read = (each for each in traced.parameters if each not in graph.trace.buffers)
+        # The matrix of a linear comes first, its bias after it.
+        weights = tuple(map(logical_name, sorted(read, key=lambda each: each.endswith("bias"))))
         found.append(
             Component(
                 name, role, block, tuple(inputs), tuple(traced.outputs), weights,
@@ -253,7 +299,12 @@ def _forms(_config: TracedConfig, _recipe: Recipe) -> Mapping[str, ComponentForm
     return MappingProxyType({})
 
 
+def _stated(config: TracedConfig, _spelling: str = "released") -> dict[str, Any]:
+    return dict(config.raw)
+
+
 components_by_recipe.register(TracedConfig, _components)
+config_to_dict.register(TracedConfig, _stated)
 parameters.register(TracedConfig, _parameters)
 declared_forms.register(TracedConfig, _forms)
 
@@ -399,17 +450,33 @@ class TracedModel(BoundModel):
 
     def _bind(self, recipe: Recipe | None) -> None:
         graph: Graph = self.config.graph
-        for component, traced in zip(
-            components(self.config, recipe), graph.components, strict=True
-        ):
-            facts = TracedFacts(self.config, self.numerics, component.block, {}, graph, traced)
+        formats = formats_by_block(self.config, recipe)
+        makers: dict[str, TracedFacts] = {}
+        for component, traced in reversed(traced_pairs(self.config, recipe)):
+            if traced is None:
+                self._bind_quantisation(component, makers[component.name])
+                continue
+            block = component.block
+            held = formats.get(block, {})
+            facts = TracedFacts(self.config, self.numerics, block, held, graph, traced)
+            makers[f"{component.name}.act_quant"] = facts
             function: Any = computed
             if traced.kind is BoundaryKind.LINEAR:
                 function = linear
             elif is_sequential(traced):
                 function = sequential
             self.calls[component.name] = partial(function, facts)
-            local = {local_name(weight, component.block): weight for weight in component.weights}
-            self._fetched[component.name] = FetchedWeights(self, local)
-            self._bound_to[component.name] = component, facts
-            self._inputs[component.name] = frozenset(each.name for each in component.inputs)
+            self._take(component, facts, component.weights)
+        # Bound from the last one to the first: a quantisation needs the facts of its linear.
+        self.calls = dict(reversed(self.calls.items()))
+
+    def _bind_quantisation(self, component: Component, facts: TracedFacts) -> None:
+        linear = component.name.removesuffix(".act_quant")
+        self.calls[component.name] = partial(act_quant, facts)
+        self._take(component, facts, self._bound_to[linear][0].weights[:1])
+
+    def _take(self, component: Component, facts: TracedFacts, weights: tuple[str, ...]) -> None:
+        local = {local_name(weight, component.block): weight for weight in weights}
+        self._fetched[component.name] = FetchedWeights(self, local)
+        self._bound_to[component.name] = component, facts
+        self._inputs[component.name] = frozenset(each.name for each in component.inputs)

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.model.components import components
 from degarble.references.model import RowBuffer, TokenBatch
 from degarble.references.traced.evaluate import view_of
-from degarble.references.traced.family import STATE, is_sequential, keeps_state
+from degarble.references.traced.family import (
+    STATE,
+    is_sequential,
+    keeps_state,
+    traced_pairs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,9 +33,7 @@ class TracedForward:
         self.config = bound.config
         config: Any = bound.config  # a TracedConfig
         self._graph: Graph = config.graph
-        self._components = tuple(
-            zip(components(config, bound.recipe), self._graph.components, strict=True)
-        )
+        self._components = traced_pairs(config, bound.recipe)
 
     def forward(
         self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
@@ -41,7 +43,11 @@ class TracedForward:
         trace = self._graph.trace
         values = {trace.tokens.number: step.tokens, trace.positions.number: step.positions}
         for component, traced in self._components:
+            if traced is None:
+                continue  # the quantisation of an input is a part of the linear after it
             given = {name: self._value(values, ref.number) for name, ref in traced.inputs.items()}
+            if self.bound.quantises(component.name):
+                given = dict(self.bound(f"{component.name}.act_quant", x=given["x"]))
             sequential = is_sequential(traced)
             if sequential:
                 given |= {"positions": step.positions, "token_offsets": step.token_offsets}

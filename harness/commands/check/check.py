@@ -33,8 +33,10 @@ from degarble.harness.inference.processes import usable_workers
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.config.json_file import config_to_dict
+from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.replay_record import PromptTexts, TextRecord
+from degarble.references.traced.family import TracedConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -433,6 +435,9 @@ _SHAPES = ("hidden_size", "num_hidden_layers", "vocab_size", "n_routed_experts",
 
 def require_same_model(config: Config, other: Config, path: Path) -> None:
     """Raise if the reference is of another model."""
+    if TracedConfig.family in (config.family, other.family):
+        _require_same_parameters(config, other, path)
+        return
     if isinstance(config, V4Config) != isinstance(other, V4Config):
         raise InvalidArgument(
             f"family of {path.name}", other.family, config.family, "Pass the BF16 source."
@@ -443,6 +448,19 @@ def require_same_model(config: Config, other: Config, path: Path) -> None:
             raise InvalidArgument(
                 f"{name} of {path.name}", theirs, f"{mine}, that of the captured model",
                 "Pass the BF16 (or official) checkpoint that was quantised.",
+            )  # fmt: skip
+
+
+def _require_same_parameters(config: Config, other: Config, path: Path) -> None:
+    """Raise if a reference that transformers describes has other parameters."""
+    known = {parameter.name: parameter.shape for parameter in parameters(config)}
+    found = {parameter.name: parameter.shape for parameter in parameters(other)}
+    for name in [*known, *found]:
+        if known.get(name) != found.get(name):
+            raise InvalidArgument(
+                f"{name} of {path.name}", found.get(name, "missing"),
+                f"{known.get(name, 'no such parameter')}, as in the captured model",
+                "Pass the BF16 checkpoint that was quantised.",
             )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ class _Matrix(NamedTuple):
 
 
 def _used(call: JudgeableCall, weight: Weight) -> _Matrix:
-    if call.operands is DecodedOperands.EXACT or not weight.is_quantised:
+    if call.operands is DecodedOperands.EXACT or not weight.is_decoded:
         return _Matrix(_matrix(weight))
     assert call.facts is not None, "without facts operands are exact"
     loose = ambiguous_bf16(weight.values(torch.float32)).float()

@@ -253,7 +253,7 @@ def named_in(context: ComponentContext, names: Sequence[str]) -> str:
 
 
 def expert_of(name: str) -> int:
-    """Return the number in `ffn.experts.3.w1`; -1 for other weights."""
+    """Return the number in `ffn.experts.3.w1`; -1 for other weights, a stack of experts too."""
     _, _, rest = name.partition(_EXPERTS)
     number = rest.partition(".")[0]
     return int(number) if number.isdigit() else -1

@@ -28,6 +28,8 @@ from degarble.harness.capture.files.records import (
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.model.config.config import V4Config
 from degarble.references.model import ModelV4, ModelV32, Sequence
+from degarble.references.traced.family import TracedModel
+from degarble.references.traced.model import TracedForward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -168,7 +170,7 @@ class InMemoryRun:
 
     def _step(
         self,
-        model: ModelV4 | ModelV32,
+        model: ModelV4 | ModelV32 | TracedForward,
         sequences: list[Sequence],
         tokens: list[Tensor],
         like: Phase | CapturedStep,
@@ -238,7 +240,9 @@ def _fed(step: CapturedStep, known: dict[int, Sequence]) -> tuple[list[Sequence]
     return sequences, [torch.tensor(ids) for ids in owned.values()]
 
 
-def _model(bound: BoundModel, *, absorbed: bool) -> ModelV4 | ModelV32:
+def _model(bound: BoundModel, *, absorbed: bool) -> ModelV4 | ModelV32 | TracedForward:
+    if isinstance(bound, TracedModel):
+        return TracedForward(bound)
     config = bound.config
     if isinstance(config, V4Config):
         return ModelV4(bound, config)

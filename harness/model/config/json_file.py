@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import singledispatch
 from math import nextafter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -580,8 +581,12 @@ def _leading(
     return count
 
 
+@singledispatch
 def config_to_dict(config: Config, spelling: str = "released") -> dict[str, Any]:
-    """Spell a record as a config.json, for vLLM and transformers, or as the official code reads."""
+    """Spell a record as a config.json, for vLLM and transformers, or as the official code reads.
+
+    A family with records of its own registers how, for its class of configs.
+    """
     if spelling not in SPELLINGS:
         raise UnknownName.among("spelling", spelling, SPELLINGS)
     official = spelling == "inference"

@@ -1,0 +1,137 @@
+"""Run transformers' own model on a checkpoint's weights, as an engine whose run is captured.
+
+The model is built on the meta device. A module gets its parameters when it runs, as the file's
+scheme decodes them and in the dtype of the config, and loses them afterwards where weights are
+streamed: a model of any size runs in the memory of its largest module. Inputs are never quantised.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from degarble.harness.base.errors import NotBuilt
+from degarble.harness.capture.traced import recording
+from degarble.harness.inference.model import LogitsModel
+from degarble.harness.inference.traced import meta_model
+from degarble.references.traced.family import TracedModel, logical_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from degarble.harness.capture.recorder import Recorder
+    from degarble.harness.inference.model import OpenModel
+    from degarble.references.model import Sequence
+
+BF16 = "bf16"  # the arithmetic of a run on decoded weights and inputs as they are
+
+
+class TransformersModel(LogitsModel):
+    """Logits of transformers' model; every sequence has a cache of its own."""
+
+    def __init__(self, bound: TracedModel, recorder: Recorder, *, held: bool) -> None:
+        super().__init__(bound)
+        self._model: Any = _FilledModel(bound, held=held).model
+        self._recorder = recorder
+        # The sequence itself is kept too, so that no two have one id.
+        self._caches: dict[int, tuple[Sequence, Any]] = {}
+
+    def next_logits(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
+        """Return logits [B, V] after each sequence's last new token, one sequence after another."""
+        return torch.stack([self._next(*each) for each in zip(sequences, tokens, strict=True)])
+
+    def _next(self, sequence: Sequence, new: Tensor) -> Tensor:
+        from transformers import DynamicCache  # noqa: PLC0415  heavy
+
+        if id(sequence) not in self._caches:
+            cache = DynamicCache(config=self._model.config)
+            self._caches[id(sequence)] = sequence, cache
+        number = list(self._caches).index(id(sequence))
+        _, cache = self._caches[id(sequence)]
+        config: Any = self.config
+        with torch.inference_mode(), recording(self._model, config, self._recorder, number):
+            made = self._model(input_ids=new[None], past_key_values=cache, use_cache=True)
+        sequence.length += len(new)
+        logits: Tensor = made.logits[0, -1]
+        return logits
+
+
+class _FilledModel:
+    """A model on the meta device whose modules are filled when they run."""
+
+    def __init__(self, bound: TracedModel, *, held: bool) -> None:
+        config: Any = bound.config
+        self._bound, self._dtype, self._held = bound, config.torch_dtype, held
+        self._trace = config.graph.trace
+        # Experts by the model's own loop: fused ones sum in another dtype.
+        self.model = meta_model(config, experts_implementation="eager")
+        # Tied parameters are one object under two names; a trace knows the first.
+        names = {id(each): name for name, each in self.model.named_parameters()}
+        for path, module in self.model.named_modules():
+            own = {local: names[id(each)] for local, each in _own(module)}
+            self._fill_buffers(path, module)
+            if own:
+                module.register_forward_pre_hook(partial(self._fill, own))
+                if not held:
+                    module.register_forward_hook(partial(self._drop, dict(_own(module))))
+
+    def _fill(self, own: dict[str, str], module: nn.Module, _args: Any) -> None:
+        for local, name in own.items():
+            held = module._parameters[local]  # noqa: SLF001
+            if held is not None and held.is_meta:
+                made = nn.Parameter(self._value(name), requires_grad=False)
+                module._parameters[local] = made  # noqa: SLF001
+
+    def _drop(self, own: dict[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
+        module._parameters.update(own)  # noqa: SLF001
+
+    def _fill_buffers(self, path: str, module: nn.Module) -> None:
+        for local, buffer in module.named_buffers(recurse=False):
+            name = f"{path}.{local}" if path else local
+            kept = self._trace.buffers.get(name)
+            value = self._read(name, buffer.dtype) if kept is None else kept.clone()
+            module._buffers[local] = value  # noqa: SLF001
+
+    def _value(self, name: str) -> Tensor:
+        dtype = self._trace.parameters[name].dtype
+        return self._read(name, dtype)
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        weight = self._bound.weights[logical_name(name)]
+        # Decoded in float32 and rounded once; a plain value is taken as it is.
+        plain = weight.value is not None
+        value = weight.value if plain else weight.values(torch.float32)
+        assert value is not None, "a weight has values or codes"
+        return value.to(dtype).clone()
+
+
+def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, each) for name, each in module._parameters.items() if each is not None]  # noqa: SLF001
+
+
+@contextmanager
+def run_by_transformers(model: OpenModel, recorder: Recorder) -> Iterator[None]:
+    """Let transformers compute an open model's logits, and record its components."""
+    plain, bound = model.logits_model, model.logits_model.bound
+    assert isinstance(bound, TracedModel), "refused before it is captured"
+    model.logits_model = TransformersModel(bound, recorder, held=model.streamed is None)
+    try:
+        yield
+    finally:
+        model.logits_model = plain
+
+
+def require_traced(bound: Any) -> None:
+    """Raise for a family whose components are not those of transformers' modules."""
+    if not isinstance(bound, TracedModel):
+        raise NotBuilt(
+            "--backend transformers", bound.config.family,
+            "a family that is read from transformers' own modules",
+            "Capture this family by torch, vllm, or degarble.harness.api.capture_module.",
+        )  # fmt: skip

@@ -1,0 +1,235 @@
+"""Find a model's parameters in a checkpoint by the names and operations of transformers.
+
+A parameter has one stored module, or several: transformers renames modules, stacks the matrices of
+experts, and joins gates with up projections. Its conversion mapping says how. The same operations
+are applied here to numbers as the scheme of the file decodes them, so a quantised module is found
+by the name that its plain weight would have.
+
+transformers is not imported: the mapping is given. Of the files only headers are read until a value
+is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch, UnreadableFile
+from degarble.harness.checkpoint.read.types import shown, unknown_name
+from degarble.harness.checkpoint.view.modules import suffix_of
+from degarble.harness.formats.weight import DerivedWeight
+from degarble.harness.model.tensors import PartKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from degarble.harness.checkpoint.view.stored import StoredWeight
+    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.formats.weight import Weight
+
+# Scales of caches and of attention belong to no parameter, and no reference rounds a cache.
+_CACHE_SCALES = re.compile(r"\.(?:[kqv]|output)_(?:scale|zero_point)$")
+_SHOWN = 3  # stored tensors that an error names
+_ONE_MODEL = "Check that config.json and shards are of one model."
+
+
+class RenamedTensor(NamedTuple):
+    """The parameter that a stored tensor belongs to, and the converter whose pattern it matches."""
+
+    parameter: str
+    pattern: str = ""
+    converter: Any = None
+
+
+@dataclass(frozen=True)
+class NamingRules:
+    """How the parameters of a model are named in files.
+
+    `wanted`: their shapes by name. `tied`: further names of a parameter. `ignored`: patterns of
+    stored names that the model leaves out. `model`: on the meta device, for operations that ask it.
+    """
+
+    wanted: Mapping[str, tuple[int, ...]]
+    rename: Callable[[str], RenamedTensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    model: Any = None
+
+
+@dataclass
+class ParameterSource:
+    """The stored modules of a parameter, in the order of their numbers, by the pattern of each."""
+
+    converter: Any
+    modules: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def single(self) -> str | None:
+        """Return the module whose values are the parameter's own; None where they are converted."""
+        return next(iter(self)) if self.converter is None else None
+
+    def __iter__(self) -> Iterator[str]:
+        return (module for several in self.modules.values() for module in several)
+
+
+class ConvertedWeights(Mapping[str, "Weight"]):
+    """The parameters of a model by their names in it; each is read from the files at access."""
+
+    def __init__(self, checkpoint: Checkpoint, rules: NamingRules) -> None:
+        self._checkpoint = checkpoint
+        self._rules = rules
+        self.sources: dict[str, ParameterSource] = {}
+        self.unexpected: list[str] = []
+        self._locate()
+
+    def __getitem__(self, name: str) -> Weight:
+        source = self.sources.get(name)
+        if source is None:
+            raise KeyError(name) from unknown_name("parameter", name, self.sources)
+        if source.single is not None:
+            return self.stored(source.single).weight()
+        shape = self._rules.wanted[name]
+        coded = any(self.stored(module).format is not None for module in source)
+        return DerivedWeight(make=partial(self._converted, name), extents=shape, from_codes=coded)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def stored(self, module: str) -> StoredWeight:
+        """Return one stored module."""
+        return self._checkpoint.stored(module)
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a parameter in the files."""
+        return sum(self.stored(module).form.nbytes for module in self.sources[name])
+
+    def require_complete(self) -> None:
+        """Raise unless every parameter is there with its shape, and nothing else is."""
+        missing = [name for name in self._rules.wanted if name not in self.sources]
+        if missing:
+            raise UnreadableFile(
+                "weights", f"{len(missing)} parameters missing, such as {missing[0]}",
+                "every parameter of the model that config.json describes",
+                "Fetch the missing shards, or the config.json that belongs to these ones.",
+            )  # fmt: skip
+        if self.unexpected:
+            raise LayoutMismatch(
+                "tensors of the checkpoint",
+                f"{len(self.unexpected)} without a parameter, such as {self.unexpected[0]}",
+                "tensors of parameters that the model has by its config.json", _ONE_MODEL,
+            )  # fmt: skip
+        for name, shape in self._rules.wanted.items():
+            self._require_shape(name, shape)
+            self._require_alike(name)
+
+    def _require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = {module: self.stored(module).shape for module in self.sources[name]}
+        found: tuple[int, ...] | None
+        if self.sources[name].single is not None:
+            found = next(iter(stored.values()))
+        else:
+            try:
+                found = tuple(self._converted(name, None).shape)
+            except (RuntimeError, ValueError, LookupError, TypeError):
+                found = None  # matrices that do not fit together
+        if found != shape:
+            places = [f"{shown(module)} {list(each)}" for module, each in stored.items()]
+            more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+            raise ShapeMismatch(
+                name, f"{', '.join(places[:_SHOWN])}{more}",
+                f"{list(shape)}, as config.json implies", _ONE_MODEL,
+            )  # fmt: skip
+
+    def _require_alike(self, name: str) -> None:
+        """Raise if a parameter is stored under two names with two values."""
+        first, *others = self.sources[name]
+        if self.sources[name].converter is None:
+            for other in others:
+                if self._bytes(first) != self._bytes(other):
+                    raise LayoutMismatch(
+                        name, f"{shown(first)} and {shown(other)} with different values",
+                        "one tensor, or two alike: config.json ties them",
+                        "Set tie_word_embeddings to false in config.json if they are two weights.",
+                    )  # fmt: skip
+
+    def _bytes(self, module: str) -> list[memoryview]:
+        parts = self.stored(module).form.parts
+        return [self._checkpoint.raw(entry.name) for entry in parts.values()]
+
+    def _converted(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        """Apply the operations of transformers to decoded values; without a dtype, to shapes."""
+        source = self.sources[name]
+        made: Any = {
+            pattern: [self._values(module, dtype) for module in modules]
+            for pattern, modules in source.modules.items()
+        }
+        converter = source.converter
+        patterns = {"source_patterns": converter.source_patterns}
+        patterns["target_patterns"] = converter.target_patterns
+        model = self._rules.model
+        for operation in converter.operations:
+            made = operation.convert(
+                made, full_layer_name=name, model=model, config=model.config, **patterns
+            )
+        # One of several targets is the one whose pattern the name has.
+        several = len(made) > 1
+        found = next(each for key, each in made.items() if not several or _has(name, key))
+        tensor: Tensor = found[0] if isinstance(found, list) else found
+        return tensor
+
+    def _values(self, module: str, dtype: torch.dtype | None) -> Tensor:
+        stored = self.stored(module)
+        if dtype is None:
+            return torch.empty(stored.shape, device="meta")
+        return stored.values(dtype)
+
+    def _locate(self) -> None:
+        rules = self._rules
+        ignored = [*map(re.compile, rules.ignored), _CACHE_SCALES]
+        for module in sorted(self._checkpoint.table.suffixes, key=_natural):
+            plain = self._plain_name(module)
+            found = rules.rename(plain)
+            targets = [found.parameter]
+            if found.converter is not None:
+                first, *others = found.converter.target_patterns
+                targets += [found.parameter.replace(first, other) for other in others]
+            known = [rules.tied.get(target, target) for target in targets]
+            known = [each for each in known if each in rules.wanted]
+            for each in known:
+                source = self.sources.setdefault(each, ParameterSource(found.converter))
+                source.modules.setdefault(found.pattern, []).append(module)
+            if not known and not any(each.search(plain) for each in ignored):
+                self.unexpected.append(plain)
+
+    def _plain_name(self, module: str) -> str:
+        """Return the name that a module's weight has where it is not quantised."""
+        table = self._checkpoint.table
+        if not table.suffixes[module]:
+            return module
+        try:
+            codes = table.parts(module)[PartKind.CODES]
+        except Refused:
+            return module  # two tensors for one part: refused when it is read
+        joined = codes.name.startswith(f"{module}_")
+        suffix = suffix_of(codes).removesuffix("_packed")
+        return module + (f"_{suffix[1:]}" if joined else suffix)
+
+
+def _has(name: str, pattern: str) -> bool:
+    return pattern.replace("*.", "0.") in name
+
+
+def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort numbers by value, as transformers does before it stacks."""
+    words = (word for part in name.split(".") for word in re.findall(r"\d+$|.+?(?=\d*$)", part))
+    return tuple((0, int(word)) if word.isdigit() else (1, word) for word in words)

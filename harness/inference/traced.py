@@ -1,0 +1,159 @@
+"""Open a checkpoint of any model that transformers can build, as a traced reference.
+
+Names, shapes and operations between files and parameters are transformers' own. A checkpoint's code
+is never run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import MissingDependency, UnreadableFile
+from degarble.harness.checkpoint.read.types import unknown_name
+from degarble.harness.checkpoint.view.converted import (
+    ConvertedWeights,
+    NamingRules,
+    RenamedTensor,
+)
+from degarble.references.traced.family import TracedConfig, logical_name, transformers_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
+
+    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.formats.weight import Weight
+
+
+def traced_config(checkpoint: Checkpoint) -> TracedConfig:
+    """Return the config of a checkpoint whose family has no reference of its own."""
+    if not checkpoint.config:
+        raise UnreadableFile(
+            "config.json", f"none in {checkpoint.root.name}", "the model's config.json",
+            "Copy config.json from the model's own repository into the folder of its shards.",
+        )  # fmt: skip
+    try:
+        with _quiet():
+            import transformers.modeling_utils  # noqa: F401, PLC0415  heavy, and optional
+    except ImportError as error:
+        raise MissingDependency(
+            "transformers", "absent", "the package that builds this model",
+            "pip install 'degarble[models]'",
+        ) from error  # fmt: skip
+    return TracedConfig.of(checkpoint.config)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings of what transformers imports from the terminal: they are of no use here."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def meta_model(config: TracedConfig, **chosen: Any) -> nn.Module:
+    """Build transformers' model on the meta device, without memory for its weights."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            transformers_config(config.text), dtype=config.torch_dtype, trust_remote_code=False,
+            **chosen,
+        )  # fmt: skip
+    return model.eval()
+
+
+def naming_rules(config: TracedConfig) -> NamingRules:
+    """Return how transformers names the parameters of a model in files."""
+    model: Any = meta_model(config)
+    held = config.graph.trace.parameters
+    wanted = {name: tensor.shape for name, tensor in held.items()}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001  no other way to ask
+    # transformers moved these into the model, and passes over them in older files.
+    moved = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+    tied = {
+        name: source
+        for name, source in model.all_tied_weights_keys.items()
+        if name not in wanted and source in wanted
+    }
+    return NamingRules(wanted, _renaming(model), tied, (*ignored, *moved), model)
+
+
+def _renaming(model: Any) -> Callable[[str], RenamedTensor]:
+    """Return how transformers' loader renames a stored tensor, as its loop over files does."""
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+    from transformers.core_model_loading import (  # noqa: PLC0415  heavy, as above
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix, known = model.base_model_prefix, model.state_dict()
+
+    def rename(stored: str) -> RenamedTensor:
+        name, pattern = rename_source_key(stored, renamings, converters, prefix, known)
+        if name not in known and stored in known:
+            name, pattern = rename_source_key(stored, [], [], prefix, known)
+        if pattern is None:
+            return RenamedTensor(name)
+        return RenamedTensor(name, pattern, by_pattern[pattern])
+
+    return rename
+
+
+class TracedWeights(Mapping[str, "Weight"]):
+    """The parameters of a traced model by logical name, each read anew at every use."""
+
+    def __init__(self, checkpoint: Checkpoint, config: TracedConfig) -> None:
+        self._checkpoint = checkpoint
+        self.converted = ConvertedWeights(checkpoint, naming_rules(config))
+        self.converted.require_complete()
+        self._names = {logical_name(name): name for name in self.converted}
+        self.read = 0  # bytes of all weights that were read
+        self.on_read: Callable[[int, str], None] | None = None  # with each weight's size and name
+
+    def __getitem__(self, name: str) -> Weight:
+        if name not in self._names:
+            raise KeyError(name) from unknown_name("parameter", name, self._names)
+        own = self._names[name]
+        size = self.converted.nbytes(own)
+        self.read += size
+        if self.on_read is not None:
+            self.on_read(size, name)
+        return self.converted[own]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def stored(self) -> dict[str, str]:
+        """Return the parameter of each stored module that holds one alone."""
+        sources = self.converted.sources.items()
+        return {each.single: logical_name(name) for name, each in sources if each.single}
+
+    @property
+    def total(self) -> int:
+        """Bytes of all weights of the model."""
+        return sum(map(self.converted.nbytes, self.converted))
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Ignore which weights come next: pages are read when they are used."""
+
+    def close(self) -> None:
+        """Release the memory of pages that were read."""
+        self._checkpoint.release()

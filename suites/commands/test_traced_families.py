@@ -1,0 +1,156 @@
+"""Every command on checkpoints of families that transformers alone describes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from degarble.harness.capture.files.reader import Capture
+from degarble.suites.commands.calls import call
+from degarble.suites.commands.traced_checkpoints import PROMPT, write_checkpoint
+from degarble.suites.references.traced.traced_models import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from degarble.suites.commands.calls import Result
+
+    Capsys = pytest.CaptureFixture[str]
+
+pytestmark = pytest.mark.needs("transformers")
+
+QUICK = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
+NAMES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ARCHITECTURES]
+_SETTLED = ("--prompt", PROMPT, "--max-new-tokens", 3)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write one checkpoint for all suites that damage a copy of it."""
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def captured(capsys: Capsys, source: Path, folder: Path, *options: object) -> Result:
+    """Capture a run."""
+    return call(capsys, "capture", source, "--out", folder, *_SETTLED, *options)
+
+
+def checked(capsys: Capsys, folder: Path, reference: Path) -> dict[str, Any]:
+    """Judge it."""
+    made = call(capsys, "check", folder, "--reference", reference, "--json")
+    assert made.out, made.err
+    return made.document
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_runs_and_a_healthy_run_agrees(
+    capsys: Capsys, tmp_path: Path, name: str
+) -> None:
+    source = write_checkpoint(tmp_path / name, name)
+    assert call(capsys, "audit", source).status == 0
+    said = call(capsys, "generate", source, *_SETTLED, "--json").document
+    texts = []
+    for backend in ("torch", "transformers"):
+        folder = tmp_path / backend
+        made = captured(capsys, source, folder, "--backend", backend)
+        assert made.status == 0, made.err
+        found = checked(capsys, folder, source)
+        assert found["verdict"] == "AGREES", found["origins"]
+        texts.append(Capture.open(folder).facts["sequences"][0])
+    assert [text["new"] for text in texts] == [said["texts"][0]["tokens"]] * 2
+
+
+_PATCH = """
+def patch(candidate):
+    candidate.weights["layers.1.self_attn.q_proj.weight"].value.mul_(1.01)
+    candidate.weights["model.layers.1.mlp.down_proj"].value.neg_()
+    candidate.weights["layers.0.input_layernorm.weight"].value.mul_(1.01)
+"""
+
+
+def test_three_faults_are_placed_exactly(capsys: Capsys, tmp_path: Path, llama: Path) -> None:
+    patch = tmp_path / "patch.py"
+    patch.write_text(_PATCH)
+    folder = tmp_path / "capture"
+    captured(capsys, llama, folder, "--backend", "transformers", "--patch", patch)
+    found = checked(capsys, folder, llama)
+    assert found["verdict"] == "DIFFERS"
+    assert {(origin["layer"], origin["component"]) for origin in found["origins"]} == {
+        (0, "input_layernorm"), (1, "self_attn.q_proj"), (1, "mlp.down_proj"),
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad input is refused by name, with what to do.
+
+
+def _config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Put all tensors into one file, changed."""
+    held: dict[str, torch.Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        held |= load_file(shard)
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    change(held)
+    save_file(held, folder / "model.safetensors")
+
+
+_NORM = "model.layers.1.input_layernorm.weight"
+_REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "architecture": (lambda folder: _config(folder, model_type="no_such"), "no_such"),
+    "code": (
+        lambda folder: _config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"}),
+        "code is never run",
+    ),
+    "missing": (
+        lambda folder: _tensors(folder, lambda held: held.pop(_NORM)), f"missing, such as {_NORM}"
+    ),
+    "shape": (
+        lambda folder: _tensors(folder, lambda held: held.update({_NORM: torch.ones(3)})),
+        f"{_NORM} = 'model.layers.1.input_layernorm [3]'",
+    ),
+    "unexpected": (
+        lambda folder: _tensors(folder, lambda held: held.update(strange=torch.ones(3))),
+        "without a parameter, such as strange",
+    ),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_bad_input_is_refused_by_name(capsys: Capsys, tmp_path: Path, case: str) -> None:
+    source = write_checkpoint(tmp_path / "llama", "llama")
+    damage, expected = _REFUSED[case]
+    damage(source)
+    made = call(capsys, "generate", source, *_SETTLED)
+    assert made.status == 2
+    assert expected in " ".join(made.err.split())
+    assert captured(capsys, source, tmp_path / "capture").status == 2
+    assert not (tmp_path / "capture").exists()
+
+
+def test_a_capture_of_another_model_is_refused(capsys: Capsys, tmp_path: Path, llama: Path) -> None:
+    other = write_checkpoint(tmp_path / "qwen3", "qwen3")
+    captured(capsys, llama, tmp_path / "capture")
+    assert call(capsys, "check", tmp_path / "capture", "--reference", other).status == 2
+    both = ("--checkpoint", other)
+    assert call(capsys, "check", tmp_path / "capture", "--reference", other, *both).status == 2
+
+
+def test_transformers_computes_no_single_component(
+    capsys: Capsys, tmp_path: Path, llama: Path
+) -> None:
+    made = call(capsys, "generate", llama, "--backend", "transformers", *_SETTLED)
+    assert made.status == 2
+    assert "a backend with kernels" in made.err
+    assert not (tmp_path / "capture").exists()
