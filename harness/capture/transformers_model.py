@@ -69,8 +69,7 @@ class _FilledModel:
         config: Any = bound.config
         self._bound, self._dtype, self._held = bound, config.torch_dtype, held
         self._trace = config.graph.trace
-        # Experts by the model's own loop: fused ones sum in another dtype.
-        self.model = meta_model(config, experts_implementation="eager")
+        self.model = meta_model(config)
         # Tied parameters are one object under two names; a trace knows the first.
         names = {id(each): name for name, each in self.model.named_parameters()}
         for path, module in self.model.named_modules():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.base.errors import InvalidArgument, MissingDependency, UnreadableFile
 from degarble.harness.base.files import read_small_file
 from degarble.harness.chat import special_tokens as marks
+from degarble.harness.model.config.json_file import ARCHITECTURES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,7 +55,9 @@ class Tokenizer:
                 "Use the tokenizer of this very model.",
             )  # fmt: skip
         stated = _generation_config(folder) | dict(config)
-        return cls(codec, _begin(stated, known), _ends(stated, known))
+        family = config.get("model_type")
+        own = family in (None, *ARCHITECTURES)
+        return cls(codec, _begin(stated, known) if own else _prefix(codec), _ends(stated, known))
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Return the ids of a text; BOS comes first unless the text has it, or `begin` is False."""
@@ -157,6 +160,13 @@ def _generation_config(folder: Path) -> dict[str, Any]:
 def _begin(stated: Mapping[str, Any], known: Mapping[str, int]) -> int | None:
     number = stated.get("bos_token_id", known.get(marks.BOS, known.get("<bos>")))
     return number if type(number) is int else None
+
+
+def _prefix(codec: Any) -> int | None:
+    """Return the token that a tokenizer puts before a text by itself: many configs name another."""
+    ids = codec.encode("a", add_special_tokens=True).ids
+    plain = codec.encode("a", add_special_tokens=False).ids
+    return ids[0] if ids[:1] != plain[:1] and ids[1 : 1 + len(plain)] == plain else None
 
 
 def _ends(stated: Mapping[str, Any], known: Mapping[str, int]) -> frozenset[int]:

@@ -14,6 +14,7 @@ from degarble.harness.base.files import read_small_file
 from degarble.harness.chat import special_tokens as marks
 from degarble.harness.chat.chat import Chat, chat_of
 from degarble.harness.chat.conversation import TOOLS, TOOLS_REMEDY, Style, is_tool
+from degarble.harness.chat.template import TemplateChat, template_chat
 from degarble.harness.chat.tokenizer import Tokenizer
 from degarble.harness.inference.generation import (
     Continuation,
@@ -27,6 +28,7 @@ from degarble.harness.inference.generation import (
 )
 from degarble.harness.inference.model import open_model
 from degarble.references.model import Sequence
+from degarble.references.traced.family import TracedConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -123,7 +125,9 @@ class TextGenerator:
             checkpoint.root, checkpoint.config, config.vocab_size
         )
         self.chat: Chat | None = None
-        if manner.chat:
+        if manner.chat and isinstance(config, TracedConfig):
+            self.chat = template_chat(checkpoint.root, manner.style)
+        elif manner.chat:
             self._require_marks()
             self.chat = chat_of(config, checkpoint.root, manner.style)
 
@@ -148,7 +152,8 @@ class TextGenerator:
         if isinstance(prompt, list):
             self._require_own_words(prompt)
         messages = prompt if isinstance(prompt, list) else self.opening(str(prompt))
-        return self.ids(self.chat.encode(messages))
+        # A template writes the token that begins a text where the model was trained with it.
+        return self.ids(self.chat.encode(messages), begin=not isinstance(self.chat, TemplateChat))
 
     def ids(self, text: str, *, begin: bool = True) -> list[int]:
         """Ids of a text as it is; words that the tokenizer does not know are kept in mind."""

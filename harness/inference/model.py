@@ -17,7 +17,7 @@ from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe,
 from degarble.harness.checkpoint.transform.source import require_model
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
-from degarble.harness.inference.traced import TracedWeights, traced_config
+from degarble.harness.inference.traced import TracedWeights, traced_config, traced_recipe
 from degarble.harness.inference.weights import HeldWeights, StreamedWeights
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import V4Config, V32Config
@@ -256,7 +256,7 @@ def _traced_source(checkpoint: Checkpoint) -> _ModelSource:
         stored = numerics.store if numerics.exact else config.torch_dtype
         return TracedModel(config, replace(numerics, store=stored), *bound_to)
 
-    recipe = Recipe("as stored", ())
+    recipe = traced_recipe(checkpoint, config, weights)
     return _ModelSource(config, recipe, weights, weights.stored, lambda: weights, bind)
 
 

@@ -20,6 +20,11 @@ from degarble.harness.checkpoint.view.converted import (
     NamingRules,
     RenamedTensor,
 )
+from degarble.harness.checkpoint.view.quantisation_configs import quantises_input
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import UNQUANTISED, WEIGHT_FORMATS, Recipe, Rule
+from degarble.harness.model.types import Kind
 from degarble.references.traced.family import TracedConfig, logical_name, transformers_config
 
 if TYPE_CHECKING:
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.formats.weight import Weight
+
+_MATRIX = 2  # axes
 
 
 def traced_config(checkpoint: Checkpoint) -> TracedConfig:
@@ -59,14 +66,13 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def meta_model(config: TracedConfig, **chosen: Any) -> nn.Module:
+def meta_model(config: TracedConfig) -> nn.Module:
     """Build transformers' model on the meta device, without memory for its weights."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
 
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(
             transformers_config(config.text), dtype=config.torch_dtype, trust_remote_code=False,
-            **chosen,
         )  # fmt: skip
     return model.eval()
 
@@ -113,6 +119,37 @@ def _renaming(model: Any) -> Callable[[str], RenamedTensor]:
     return rename
 
 
+# The format of quantised inputs in front of a weight, where the config quantises them.
+_INPUTS = {
+    "NVFP4": "NVFP4",
+    "MXFP8": "MXFP8",
+    "FP8_128X128_F32": "FP8_1X128_F32",
+    "FP8_128X128_UE8M0": "FP8_1X128_UE8M0",
+}
+
+
+def traced_recipe(checkpoint: Checkpoint, config: Any, weights: TracedWeights) -> Recipe:
+    """Return the formats of the linears, and of their inputs, as the files hold and state them."""
+    stated = next(iter(checkpoint.quantisation.values()), {})
+    rules = []
+    for parameter in parameters(config):
+        module = weights.single(parameter.name)
+        if parameter.kind is not Kind.LINEAR or module is None:
+            continue
+        held = weights.converted.module(module)
+        if held.format not in WEIGHT_FORMATS:
+            continue  # values, or a format whose inputs stay as they are
+        activation = _INPUTS.get(held.format, UNQUANTISED.activation)
+        quantised = quantises_input(stated, module) and len(held.shape) == _MATRIX
+        if held.format == "NVFP4":
+            quantised = quantised and held.has_input_scale
+        form = BLOCK_FORMATS.get(activation)
+        if not quantised or form is None or held.shape[-1] % form.block[1]:
+            activation = UNQUANTISED.activation
+        rules.append(Rule(parameter.name, held.format, activation))
+    return Recipe("as stored", tuple(rules))
+
+
 class TracedWeights(Mapping[str, "Weight"]):
     """The parameters of a traced model by logical name, each read anew at every use."""
 
@@ -139,6 +176,10 @@ class TracedWeights(Mapping[str, "Weight"]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def single(self, name: str) -> str | None:
+        """Return the stored module that holds a parameter alone and as it is; None without one."""
+        return self.converted.sources[self._names[name]].single
 
     @property
     def stored(self) -> dict[str, str]:

@@ -32,7 +32,7 @@ from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
 from degarble.references.binding import BoundModel, FetchedWeights
 from degarble.references.components.common import act_quant
 from degarble.references.facts import ModelFacts, formats_by_block, local_name, spans_of
-from degarble.references.linears import activation_values, product
+from degarble.references.linears import activation_values, product, weight_values
 from degarble.references.numerics import cast
 from degarble.references.traced.definitions import EachOperation, Roundings, compute
 from degarble.references.traced.graph import Graph, StretchKind, TracedComponent, cut, name_of
@@ -332,7 +332,8 @@ class TracedFacts(ModelFacts):
         def values(name: str) -> Tensor:
             if name in buffers:
                 return buffers[name]
-            return weights[local_name(logical_name(name), self.block)].values(torch.float64)
+            weight = weights[local_name(logical_name(name), self.block)]
+            return weight_values(weight, torch.float64, self.numerics)
 
         return values
 

@@ -101,14 +101,16 @@ def _model(name: str) -> Any:
     return model.eval()
 
 
-def _saved(name: str, dtype: str, folder: Path) -> tuple[Path, Path]:
+def saved_model(name: str, dtype: str, folder: Path) -> tuple[Path, Path]:
+    """Save a model as transformers does, and its source."""
     model = _model(name)
     model.save_pretrained(folder / "source")
     model.to(_DTYPES[dtype]).save_pretrained(folder / "made", max_shard_size="300KB")
     return folder / "made", folder / "source"
 
 
-def _modelopt(name: str, config: str, folder: Path) -> tuple[Path, Path]:
+def modelopt_export(name: str, config: str, folder: Path) -> tuple[Path, Path]:
+    """Quantise and export a model as ModelOpt does."""
     quantiser = import_module("modelopt.torch.quantization")
     export = import_module("modelopt.torch.export")
     model = _model(name)
@@ -119,7 +121,7 @@ def _modelopt(name: str, config: str, folder: Path) -> tuple[Path, Path]:
     return folder / "made", folder / "source"
 
 
-def _compressed(name: str, preset: str, folder: Path) -> tuple[Path, Path]:
+def compressed_export(name: str, preset: str, folder: Path) -> tuple[Path, Path]:
     """Write what llm-compressor's recipes leave: each linear by the package's own compressor."""
     schemes = import_module("compressed_tensors.quantization.quant_scheme")
     model = _model(name)
@@ -208,11 +210,19 @@ def _own(family: str, recipe: str, rule: str, folder: Path) -> tuple[Path, Path]
 
 
 CASES: dict[str, Callable[[Path], tuple[Path, Path]]] = {
-    **{f"transformers {n} {d}": partial(_saved, n, d) for n in MODELS for d in _DTYPES},
-    **{f"modelopt {n} {c}": partial(_modelopt, n, c) for n in ("llama", "qwen3") for c in MODELOPT},
-    **{f"modelopt {n} NVFP4": partial(_modelopt, n, MODELOPT[0]) for n in MODELS if n != "llama"},
+    **{f"transformers {n} {d}": partial(saved_model, n, d) for n in MODELS for d in _DTYPES},
     **{
-        f"compressed-tensors {n} {p}": partial(_compressed, n, p)
+        f"modelopt {n} {c}": partial(modelopt_export, n, c)
+        for n in ("llama", "qwen3")
+        for c in MODELOPT
+    },
+    **{
+        f"modelopt {n} NVFP4": partial(modelopt_export, n, MODELOPT[0])
+        for n in MODELS
+        if n != "llama"
+    },
+    **{
+        f"compressed-tensors {n} {p}": partial(compressed_export, n, p)
         for n in MODELS
         for p in ("NVFP4", "NVFP4A16")
     },

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from degarble.harness.capture.files.reader import Capture
 from degarble.suites.commands.calls import call
-from degarble.suites.commands.traced_checkpoints import PROMPT, write_checkpoint
+from degarble.suites.commands.traced_checkpoints import PROMPT, TEMPLATE, write_checkpoint
 from degarble.suites.references.traced.traced_models import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -63,6 +63,21 @@ def test_every_command_runs_and_a_healthy_run_agrees(
         assert found["verdict"] == "AGREES", found["origins"]
         texts.append(Capture.open(folder).facts["sequences"][0])
     assert [text["new"] for text in texts] == [said["texts"][0]["tokens"]] * 2
+
+
+def test_a_chat_follows_the_template_of_the_checkpoint(capsys: Capsys, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "llama", "llama")
+    stated = {"chat_template": TEMPLATE, "eos_token": {"content": "</s>"}}
+    (source / "tokenizer_config.json").write_text(json.dumps(stated))
+    said = call(capsys, "generate", source, "--chat", "--system", "be brief", *_SETTLED, "--json")
+    (text,) = said.document["texts"]
+    # One token a letter, and none before the text: this tokenizer adds none by itself.
+    assert text["prompt_tokens"] == len(f"<system>be brief<user>{PROMPT}<assistant>")
+    assert text["message"] == {"role": "assistant", "content": text["text"]}
+    (source / "tokenizer_config.json").unlink()
+    refused = call(capsys, "generate", source, "--chat", *_SETTLED)
+    assert refused.status == 2
+    assert "chat template" in refused.err
 
 
 _PATCH = """

@@ -36,6 +36,6 @@ def write_tokenizer(folder: Path) -> None:
     codec = Tokenizer(
         models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
     )
-    codec.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
-    codec.decoder = decoders.Fuse()  # type: ignore[assignment]
+    codec.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    codec.decoder = decoders.Fuse()
     codec.save(str(folder / "tokenizer.json"))

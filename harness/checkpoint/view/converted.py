@@ -15,13 +15,17 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch, UnreadableFile
 from degarble.harness.checkpoint.read.types import shown, unknown_name
-from degarble.harness.checkpoint.view.modules import suffix_of
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.number_formats import MXFP4, NibbleOrder
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise
 from degarble.harness.formats.weight import DerivedWeight
 from degarble.harness.model.tensors import PartKind
 
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.checkpoint.view.stored import StoredWeight
+    from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.formats.weight import Weight
 
@@ -79,6 +83,56 @@ class ParameterSource:
         return (module for several in self.modules.values() for module in several)
 
 
+# --------------------------------------------------------------------------------------------------
+# Stored modules. The experts of gpt-oss are no StoredWeight: their MXFP4 codes lie transposed and
+# in blocks of 16 bytes.
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+class StoredModule(NamedTuple):
+    """One stored module: shape, name of its format (empty: values), its tensors, and a reader."""
+
+    shape: tuple[int, ...]
+    format: str
+    has_input_scale: bool
+    entries: tuple[TensorEntry, ...]
+    weight: Callable[[], Weight]
+
+
+def packed_experts(checkpoint: Checkpoint, name: str) -> StoredModule:
+    """Return a stack [E, K, M] whose codes are stored as [E, M, K / 32, 16]."""
+    codes, scales = (checkpoint.entry(f"{name}{each}") for each in (_BLOCKS, _SCALES))
+    experts, rows, *blocks = codes.shape
+    columns = 2 * prod(blocks)
+    if (*codes.shape[:-1], MXFP4.block[1] // 2) != (*scales.shape, codes.shape[-1]):
+        raise ShapeMismatch(
+            f"{shown(name)}{_BLOCKS}", f"{list(codes.shape)}, scales {list(scales.shape)}",
+            "16 bytes of codes a scale", _ONE_MODEL,
+        )  # fmt: skip
+
+    def made(dtype: torch.dtype) -> Tensor:
+        stack = QuantisedTensor(
+            codes=checkpoint.tensor(codes.name).reshape(experts, rows, columns // 2),
+            block_scale=checkpoint.tensor(scales.name),
+            tensor_scale=None, format=MXFP4, dialect=CANONICAL, layout=LINEAR, direction=None,
+            nibble_order=NibbleOrder.LOW_EVEN, shape=(experts, rows, columns),
+        )  # fmt: skip
+        return dequantise(stack, dtype).transpose(1, 2)
+
+    shape = (experts, columns, rows)
+
+    def weight() -> Weight:
+        return DerivedWeight(make=made, extents=shape, from_codes=True)
+
+    return StoredModule(
+        shape, MXFP4.name, has_input_scale=False, entries=(codes, scales), weight=weight
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+
+
 class ConvertedWeights(Mapping[str, "Weight"]):
     """The parameters of a model by their names in it; each is read from the files at access."""
 
@@ -93,10 +147,10 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         source = self.sources.get(name)
         if source is None:
             raise KeyError(name) from unknown_name("parameter", name, self.sources)
+        modules = [self.module(each) for each in source]
         if source.single is not None:
-            return self.stored(source.single).weight()
-        shape = self._rules.wanted[name]
-        coded = any(self.stored(module).format is not None for module in source)
+            return modules[0].weight()
+        shape, coded = self._rules.wanted[name], any(each.format for each in modules)
         return DerivedWeight(make=partial(self._converted, name), extents=shape, from_codes=coded)
 
     def __iter__(self) -> Iterator[str]:
@@ -105,23 +159,38 @@ class ConvertedWeights(Mapping[str, "Weight"]):
     def __len__(self) -> int:
         return len(self.sources)
 
-    def stored(self, module: str) -> StoredWeight:
+    def module(self, name: str) -> StoredModule:
         """Return one stored module."""
-        return self._checkpoint.stored(module)
+        checkpoint = self._checkpoint
+        if f"{name}{_BLOCKS}" in checkpoint.entries:
+            return packed_experts(checkpoint, name)
+        stored = checkpoint.stored(name)
+        form = stored.form
+        entries, name = tuple(form.parts.values()), form.format.name if form.format else ""
+        scaled = PartKind.INPUT_SCALE in form.parts
+        return StoredModule(stored.shape, name, scaled, entries, stored.weight)
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a parameter in the files."""
-        return sum(self.stored(module).form.nbytes for module in self.sources[name])
+        entries = (each for module in self.sources[name] for each in self.module(module).entries)
+        return sum(entry.nbytes for entry in entries)
 
     def require_complete(self) -> None:
         """Raise unless every parameter is there with its shape, and nothing else is."""
         missing = [name for name in self._rules.wanted if name not in self.sources]
         if missing:
+            stem = f"{missing[0].rpartition('.')[0]}."
+            near = ", ".join(shown(each) for each in self.unexpected if each.startswith(stem))
             raise UnreadableFile(
-                "weights", f"{len(missing)} parameters missing, such as {missing[0]}",
-                "every parameter of the model that config.json describes",
-                "Fetch the missing shards, or the config.json that belongs to these ones.",
-            )  # fmt: skip
+                "weights",
+                f"{len(missing)} parameters missing, such as {missing[0]}"
+                + (f"; stored are {near}" if near else ""),
+                "every parameter of the model that config.json describes, in a scheme that is read"
+                " here",
+                "Store it as one of docs/families.md, or fetch the shards that are missing."
+                if near
+                else "Fetch the missing shards, or the config.json that belongs to these ones.",
+            )
         if self.unexpected:
             raise LayoutMismatch(
                 "tensors of the checkpoint",
@@ -133,7 +202,7 @@ class ConvertedWeights(Mapping[str, "Weight"]):
             self._require_alike(name)
 
     def _require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        stored = {module: self.stored(module).shape for module in self.sources[name]}
+        stored = {module: self.module(module).shape for module in self.sources[name]}
         found: tuple[int, ...] | None
         if self.sources[name].single is not None:
             found = next(iter(stored.values()))
@@ -163,8 +232,7 @@ class ConvertedWeights(Mapping[str, "Weight"]):
                     )  # fmt: skip
 
     def _bytes(self, module: str) -> list[memoryview]:
-        parts = self.stored(module).form.parts
-        return [self._checkpoint.raw(entry.name) for entry in parts.values()]
+        return [self._checkpoint.raw(entry.name) for entry in self.module(module).entries]
 
     def _converted(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """Apply the operations of transformers to decoded values; without a dtype, to shapes."""
@@ -188,15 +256,15 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         return tensor
 
     def _values(self, module: str, dtype: torch.dtype | None) -> Tensor:
-        stored = self.stored(module)
+        stored = self.module(module)
         if dtype is None:
             return torch.empty(stored.shape, device="meta")
-        return stored.values(dtype)
+        return stored.weight().values(dtype)
 
     def _locate(self) -> None:
         rules = self._rules
         ignored = [*map(re.compile, rules.ignored), _CACHE_SCALES]
-        for module in sorted(self._checkpoint.table.suffixes, key=_natural):
+        for module in sorted(self._modules(), key=_natural):
             plain = self._plain_name(module)
             found = rules.rename(plain)
             targets = [found.parameter]
@@ -211,18 +279,27 @@ class ConvertedWeights(Mapping[str, "Weight"]):
             if not known and not any(each.search(plain) for each in ignored):
                 self.unexpected.append(plain)
 
+    def _modules(self) -> Iterator[str]:
+        """Yield the stored modules; codes and scales of packed experts are one."""
+        names = self._checkpoint.table.suffixes
+        for name in names:
+            base = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+            if base == name or not {f"{base}{_BLOCKS}", f"{base}{_SCALES}"} <= names.keys():
+                yield name
+            elif name.endswith(_BLOCKS):
+                yield base
+
     def _plain_name(self, module: str) -> str:
         """Return the name that a module's weight has where it is not quantised."""
         table = self._checkpoint.table
-        if not table.suffixes[module]:
+        if not table.suffixes.get(module):
             return module
         try:
             codes = table.parts(module)[PartKind.CODES]
         except Refused:
             return module  # two tensors for one part: refused when it is read
         joined = codes.name.startswith(f"{module}_")
-        suffix = suffix_of(codes).removesuffix("_packed")
-        return module + (f"_{suffix[1:]}" if joined else suffix)
+        return f"{module}_weight" if joined else f"{module}.weight"
 
 
 def _has(name: str, pattern: str) -> bool:

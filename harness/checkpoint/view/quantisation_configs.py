@@ -638,3 +638,37 @@ def _group_format(weights: Mapping[str, Any]) -> str | None:
 
 def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (int, str))
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether the input of a linear is quantised, as any of these configs states it.
+
+_PLAIN_INPUTS = frozenset({"W4A16_NVFP4", "FP8_PB_WO", "MXFP4", "W8A16", "W4A16", "W4A16_AWQ"})
+
+
+def quantises_input(raw: Mapping[str, Any], module: str) -> bool:
+    """Return whether a quantisation config has the input of a stored linear quantised."""
+    names = tuple(dict.fromkeys((module, module.removeprefix("model."))))
+    unread: list[str] = []
+    if raw.get("quant_method") == _SOURCE:
+        return raw.get("activation_scheme", "dynamic") in {"dynamic", "static"}
+    if raw.get("quant_method") == "compressed-tensors":
+        return any(
+            bool(_inside(group, "input_activations"))
+            for group in _Reader("", raw, unread)._mapping("config_groups").values()  # noqa: SLF001
+            if _reaches(group, names)
+        )
+    layers = raw.get("quantized_layers") or {}
+    algorithm = raw.get("quant_algo")
+    if isinstance(layers, dict) and algorithm in {None, _MIXED}:
+        stated = next((layers[name] for name in names if name in layers), None)
+        algorithm = stated.get("quant_algo") if isinstance(stated, dict) else stated
+    return isinstance(algorithm, str) and algorithm not in _PLAIN_INPUTS
+
+
+def _reaches(group: object, names: tuple[str, ...]) -> bool:
+    targets = group.get("targets") if isinstance(group, dict) else None
+    chosen = [each for each in targets or [] if isinstance(each, str)]
+    if _WITHOUT_LAYERS & set(chosen):
+        return True
+    return _Patterns(chosen, [], "").find(names) is not None

@@ -12,6 +12,7 @@ from degarble.harness.base.errors import Undecided
 from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.engine.budget.rules import (
     U,
+    ambiguous_bf16,
     exact,
     output_format,
     over_ranks,
@@ -21,6 +22,8 @@ from degarble.harness.engine.budget.rules import (
 from degarble.harness.engine.budget.running_errors import RunningErrors
 from degarble.harness.formats.number_formats import FP32
 from degarble.harness.report.number_text import number
+from degarble.references.linears import weight_values
+from degarble.references.numerics import DecodedOperands
 from degarble.references.traced.definitions import NARROW, Roundings, compute
 from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential
 from degarble.references.traced.graph import StretchKind
@@ -176,11 +179,20 @@ def linear(call: JudgeableCall) -> dict[str, Budget]:
     out = call.outputs["out"]
     weight = next(each for name, each in call.weights.items() if name.endswith("weight"))
     x = call.x.reshape(-1, call.x.shape[-1])
-    w = weight.values(torch.float32)
-    budget = summed(product_operand(x), w, output_format(out))
+    matrix = weight.values(torch.float32)
+    exact_operands = call.operands is DecodedOperands.EXACT or not weight.is_decoded
+    numerics = None if call.facts is None else call.facts.numerics
+    used = matrix if exact_operands else weight_values(weight, torch.float32, numerics)
+    budget = summed(product_operand(x), used, output_format(out))
     if call.ranks > 1 and _is_summed_over_ranks(call):
-        budget = over_ranks(replace(budget, slack=budget.slack.reshape(len(x), -1)), x, w,
+        budget = over_ranks(replace(budget, slack=budget.slack.reshape(len(x), -1)), x, used,
                             call.ranks, on_the_way=True)  # fmt: skip
+    if not exact_operands:
+        # A decoded number near a boundary of BF16 may go either way.
+        loose = x.abs().float() @ ambiguous_bf16(matrix).float().T
+        budget = replace(budget, slack=budget.slack + loose)
+    if call.x_loose is not None:
+        budget = replace(budget, slack=budget.slack + call.x_loose @ used.abs().T)
     return {
         "out": Budget(
             budget.output, budget.slack.reshape(out.shape), budget.derivation, budget.repeats

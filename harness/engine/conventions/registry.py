@@ -161,7 +161,7 @@ _ROUNDINGS = (
             DecodedOperands.WEIGHTS: "weights rounded to BF16 once decoded",
             DecodedOperands.BOTH: "weights and activations rounded to BF16 once decoded",
         },
-        _roles(f"{GEMM} {_LINEARS}"),
+        _roles(f"{GEMM} {_LINEARS} traced.linear traced.experts"),
         witnesses=1,
     ),
     Convention(

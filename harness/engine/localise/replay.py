@@ -17,7 +17,6 @@ import torch
 from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
 from degarble.harness.model.components import components
-from degarble.references.binding import BoundModel
 from degarble.references.linears import quantise_activations
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.model.components import Component
     from degarble.harness.model.recipes import Recipe
+    from degarble.references.binding import BoundModel
 
     Tensors = Mapping[str, Tensor]
 
@@ -70,7 +70,7 @@ class TwinComponents:
     @cached_property
     def plain(self) -> BoundModel:
         """Return a twin with the same weights and without quantised activations."""
-        return BoundModel(self.twin.config, self.twin.numerics, self.twin.weights)
+        return type(self.twin)(self.twin.config, self.twin.numerics, self.twin.weights)
 
     def activation(self, linear: str) -> str | None:
         """Return the format of a linear's quantised input; None where values arrive."""
