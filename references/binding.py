@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from degarble.harness.base.errors import NotBuilt, UnknownName
 from degarble.harness.model.components import components
-from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.config.config import has_parallel_drafter
+from degarble.harness.model.family import family_of
 from degarble.references import experts
 from degarble.references.components import common
-from degarble.references.components import v4 as components_v4
-from degarble.references.components import v32 as components_v32
-from degarble.references.facts import V4Facts, V32Facts, formats_by_block, local_name
+from degarble.references.facts import ReferenceTable, formats_by_block, local_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from degarble.references.numerics import Numerics
 
 _ACT_QUANT = ".act_quant"
-_SCORINGS = {V4Config.family: "sqrtsoftplus", V32Config.family: "sigmoid"}  # as components/ compute
 
 
 class Observer(Protocol):
@@ -89,7 +87,6 @@ class BoundModel:
         recipe: Recipe | None = None,
         observer: Observer | None = None,
     ) -> None:
-        _require_scoring(config)
         self.config = config
         self.numerics = numerics
         self.weights = weights
@@ -121,8 +118,10 @@ class BoundModel:
         return model
 
     def _bind(self, recipe: Recipe | None) -> None:
+        table: ReferenceTable = family_of(self.config).reference()
+        _require_scoring(self.config, table.scoring)
         found = components(self.config, recipe)
-        facts = _facts_by_block(self.config, self.numerics, recipe)
+        facts = _facts_by_block(self.config, self.numerics, recipe, table)
         names = {component.name: _parameter_names(component) for component in found}
         for component in found:
             here, name = facts.get(component.block), component.name
@@ -130,7 +129,7 @@ class BoundModel:
                 continue
             if name.endswith(_ACT_QUANT) and not names[name]:
                 names[name] = names.get(name.removesuffix(_ACT_QUANT), ())
-            call = _call_of(component, here, names[name])
+            call = _call_of(component, here, names[name], table)
             if call is not None:
                 self.calls[name] = call
                 local = {local_name(each, component.block): each for each in names[name]}
@@ -169,8 +168,7 @@ class BoundModel:
         return name in self._inputs[component]
 
     def _unknown(self, component: str) -> NotBuilt | UnknownName:
-        dspark = isinstance(self.config, V4Config) and self.config.dspark is not None
-        if dspark and component.startswith("mtp."):
+        if has_parallel_drafter(self.config) and component.startswith("mtp."):
             return NotBuilt(
                 "component", component, "a component of the main model",
                 "The DSpark drafter has no reference; generate without it.",
@@ -195,25 +193,35 @@ class FetchedWeights(Mapping[str, "Weight"]):
         return len(self._names)
 
 
-def _require_scoring(config: Config) -> None:
+def bind(
+    config: Config,
+    numerics: Numerics,
+    weights: Mapping[str, Weight],
+    recipe: Recipe | None = None,
+    observer: Observer | None = None,
+) -> BoundModel:
+    """Bind a model of any family."""
+    kind = family_of(config).bound_model() or BoundModel
+    bound: BoundModel = kind(config, numerics, weights, recipe, observer)
+    return bound
+
+
+def _require_scoring(config: Config, known: str | None) -> None:
     """Raise if the config names a router scoring that no reference computes."""
-    known = _SCORINGS.get(config.family)
-    if known is None:
-        return
-    if config.scoring_func != known:
+    if known is not None and config.scoring_func != known:
         raise NotBuilt(
             "scoring_func", config.scoring_func, f"{known}, the only one of {config.family} here",
             "Correct the config.json if it is a slip; another router has no reference.",
         )  # fmt: skip
 
 
-def _facts_by_block(config: Config, numerics: Numerics, recipe: Recipe | None) -> dict[Any, Any]:
+def _facts_by_block(
+    config: Config, numerics: Numerics, recipe: Recipe | None, table: ReferenceTable
+) -> dict[Any, Any]:
     """Return the facts of the ends (None) and of every block that has a reference."""
     formats = formats_by_block(config, recipe)
-    if isinstance(config, V4Config):
-        blocks = config.layers if config.dspark is not None else config.blocks
-        return {b: V4Facts(config, numerics, b, formats[b]) for b in (None, *blocks)}
-    return {b: V32Facts(config, numerics, b, formats[b]) for b in (None, *config.blocks)}
+    blocks = config.layers if has_parallel_drafter(config) else config.blocks
+    return {b: table.facts(config, numerics, b, formats[b]) for b in (None, *blocks)}
 
 
 def _parameter_names(component: Component) -> tuple[str, ...]:
@@ -221,7 +229,9 @@ def _parameter_names(component: Component) -> tuple[str, ...]:
     return component.weights or component.input_scales
 
 
-def _call_of(component: Component, facts: Any, names: tuple[str, ...]) -> ComponentCall | None:
+def _call_of(
+    component: Component, facts: Any, names: tuple[str, ...], table: ReferenceTable
+) -> ComponentCall | None:
     """Bind one component to its facts; return None where a switch leaves it out."""
     role = component.role
     if role.endswith(_ACT_QUANT) and role != "ffn.experts.act_quant":
@@ -229,9 +239,4 @@ def _call_of(component: Component, facts: Any, names: tuple[str, ...]) -> Compon
             return None
         routed = role == "ffn.experts.w13.act_quant"
         return partial(experts.w13_act_quant if routed else common.act_quant, facts)
-    family: Any = components_v4 if isinstance(facts, V4Facts) else components_v32
-    if component.block is None:
-        return partial(family.ENDS[role], facts)
-    if component.block.is_drafter and role in family.DRAFTER:
-        return partial(family.DRAFTER[role], facts)
-    return partial(family.BLOCK[role], facts)
+    return partial(table.function(role, component.block), facts)

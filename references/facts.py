@@ -13,10 +13,10 @@ concatenated; how many rows belong to each sequence follows from its first posit
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON, compressor_windows
 from degarble.harness.model.parameters import parameters
@@ -24,7 +24,7 @@ from degarble.harness.model.recipes import UNQUANTISED
 from degarble.references.sparse_attention import PoolFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -102,6 +102,26 @@ class ModelFacts:
     def shared_limit(self) -> float | None:
         """Return the SwiGLU clamp of the shared expert."""
         return None
+
+
+@dataclass(frozen=True)
+class ReferenceTable:
+    """The functions of a family's components by role, and the facts that they are bound to."""
+
+    facts: type[ModelFacts]
+    ends: Mapping[str, Callable[[Any, Inputs, Weights], Outputs]]
+    block: Mapping[str, Callable[[Any, Inputs, Weights], Outputs]]
+    # Of a drafter's block alone, before and after an ordinary block.
+    drafter: Mapping[str, Callable[[Any, Inputs, Weights], Outputs]] = field(default_factory=dict)
+    scoring: str | None = None  # of routers: the only `scoring_func` that the functions compute
+
+    def function(self, role: str, block: Block | None) -> Callable[..., Outputs]:
+        """Return the function of a role, in a block or at the ends of the model."""
+        if block is None:
+            return self.ends[role]
+        if block.is_drafter and role in self.drafter:
+            return self.drafter[role]
+        return self.block[role]
 
 
 @dataclass(frozen=True)

@@ -168,11 +168,49 @@ class TokenBatch:
 
 
 class Wiring:
-    """Calls to bound components that both families make."""
+    """Calls to bound components that both families make, and what a forward pass has to define."""
 
     def __init__(self, bound: BoundModel, config: Config) -> None:
         self.bound = bound
         self._config = config
+
+    def forward(
+        self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
+    ) -> Tensor:
+        """Return logits of the new tokens (or each sequence's last one); advance the sequences."""
+        step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
+        hidden = self.hidden(step, sequences)
+        if last_only:
+            hidden = hidden[step.token_offsets[1:] - 1]
+        for sequence, new in zip(sequences, tokens, strict=True):
+            sequence.length += len(new)
+        return self.bound("head", x=self.normed(hidden))["out"]
+
+    def buffers(self, rows: int) -> dict[str, Tensor]:
+        """Return room for what stands between two layers, for a number of tokens."""
+        raise NotImplementedError
+
+    def entering(self, step: TokenBatch) -> dict[str, Tensor]:
+        """Return what enters the first layer."""
+        raise NotImplementedError
+
+    def through(
+        self, block: Block, state: dict[str, Tensor], step: TokenBatch, sequences: list[Sequence]
+    ) -> dict[str, Tensor]:
+        """Run one layer on what stands before it."""
+        raise NotImplementedError
+
+    def leaving(self, state: dict[str, Tensor]) -> Tensor:
+        """Return the logits of what the last layer left."""
+        raise NotImplementedError
+
+    def hidden(self, step: TokenBatch, sequences: list[Sequence]) -> Tensor:
+        """Return what is kept of every token after the last layer."""
+        raise NotImplementedError
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the head's input, for rows of `hidden`."""
+        return hidden
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """Call one linear, after its act_quant where the recipe has one."""
@@ -233,21 +271,28 @@ class ModelV32(Wiring):
         self.config = config
         self.absorbed = absorbed
 
-    def forward(
-        self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
-    ) -> Tensor:
-        """Return logits of the new tokens (or each sequence's last one); advance the sequences."""
-        step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
-        hidden = self.hidden(step, sequences)
-        if last_only:
-            hidden = hidden[step.token_offsets[1:] - 1]
-        for sequence, new in zip(sequences, tokens, strict=True):
-            sequence.length += len(new)
-        return self.bound("head", x=hidden)["out"]
+    def buffers(self, rows: int) -> dict[str, Tensor]:
+        """Return room for x and the residual, which it was not yet added to."""
+        shape, store = (rows, self.config.hidden_size), self.bound.numerics.store
+        return {name: torch.empty(shape, dtype=store) for name in ("x", "residual")}
+
+    def entering(self, step: TokenBatch) -> dict[str, Tensor]:
+        """Return the embedded tokens; there is no residual yet."""
+        return {"x": self.bound("embed", tokens=step.tokens)["out"]}
+
+    def through(
+        self, block: Block, state: dict[str, Tensor], step: TokenBatch, sequences: list[Sequence]
+    ) -> dict[str, Tensor]:
+        """Run one layer."""
+        return self.block(block, state, step, sequences)
+
+    def leaving(self, state: dict[str, Tensor]) -> Tensor:
+        """Return the logits of the normed sum."""
+        return self.bound("head", x=self.bound("norm", **state)["out"])["out"]
 
     def hidden(self, step: TokenBatch, sequences: list[Sequence]) -> Tensor:
         """Return the normed hidden states [T, D] after the last layer."""
-        given = {"x": self.bound("embed", tokens=step.tokens)["out"]}
+        given = self.entering(step)
         for block in self.config.layers:
             given = self.block(block, given, step, sequences)
         return self.bound("norm", **given)["out"]
@@ -342,29 +387,44 @@ class ModelV4(Wiring):
         super().__init__(bound, config)
         self.config = config
 
-    def forward(
-        self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
-    ) -> Tensor:
-        """Return logits of the new tokens (or each sequence's last one); advance the sequences."""
-        step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
-        streams = self.streams(step, sequences)
-        logits = self.logits(streams[step.token_offsets[1:] - 1] if last_only else streams)
-        for sequence, new in zip(sequences, tokens, strict=True):
-            sequence.length += len(new)
-        return logits
+    def buffers(self, rows: int) -> dict[str, Tensor]:
+        """Return room for the streams [T, S, D]."""
+        shape = rows, self.config.hc_mult, self.config.hidden_size
+        return {"streams": torch.empty(shape, dtype=self.bound.numerics.store)}
+
+    def entering(self, step: TokenBatch) -> dict[str, Tensor]:
+        """Return the embedded tokens, one copy a stream."""
+        h = self.bound("embed", tokens=step.tokens)["out"]
+        return {"streams": mixing.expand(h, self.config.hc_mult)}
+
+    def through(
+        self, block: Block, state: dict[str, Tensor], step: TokenBatch, sequences: list[Sequence]
+    ) -> dict[str, Tensor]:
+        """Run one layer."""
+        return {"streams": self.block(block, state["streams"], step, sequences)}
+
+    def leaving(self, state: dict[str, Tensor]) -> Tensor:
+        """Return the logits of the streams."""
+        return self.logits(state["streams"])
+
+    def hidden(self, step: TokenBatch, sequences: list[Sequence]) -> Tensor:
+        """Return the streams [T, S, D]: they are collapsed and normed for the rows that speak."""
+        return self.streams(step, sequences)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the head's input [T, D] for streams."""
+        return self.bound("norm", x=self.bound("hc_head", streams=hidden)["out"])["out"]
 
     def streams(self, step: TokenBatch, sequences: list[Sequence]) -> Tensor:
         """Return the residual streams [T, S, D] after the last layer."""
-        h = self.bound("embed", tokens=step.tokens)["out"]
-        streams = mixing.expand(h, self.config.hc_mult)
+        streams = self.entering(step)["streams"]
         for block in self.config.layers:
             streams = self.block(block, streams, step, sequences)
         return streams
 
     def logits(self, streams: Tensor) -> Tensor:
         """Return logits from the streams after the last layer."""
-        y = self.bound("hc_head", streams=streams)["out"]
-        return self.bound("head", x=self.bound("norm", x=y)["out"])["out"]
+        return self.bound("head", x=self.normed(streams))["out"]
 
     def draft(
         self, sequences: list[Sequence], streams: Tensor, tokens: list[Tensor], drafter: int = 0

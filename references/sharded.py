@@ -23,12 +23,11 @@ from torch import distributed
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.weight import Weight
-from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.sharding import STYLES
-from degarble.references import mixing
+from degarble.harness.model.sharding import sharding_styles
 from degarble.references.binding import BoundModel
-from degarble.references.model import ModelV4, ModelV32, TokenBatch
+from degarble.references.model import TokenBatch, Wiring
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,11 +35,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.model.sharding import ShardingPlan
-    from degarble.harness.model.types import Block, Box
+    from degarble.harness.model.types import Box
     from degarble.references.model import Sequence
     from degarble.references.numerics import Numerics
 
@@ -137,7 +135,7 @@ class RankWeights(Mapping[str, Weight]):
 
     def _nothing(self, parameter: Parameter) -> Tensor:
         """Return an empty piece: padding left nothing of this parameter for this rank."""
-        cut = STYLES[self._plan.config.family, self._plan.style][parameter.row.name].dim
+        cut = sharding_styles(self._plan.config)[self._plan.style][parameter.row.name].dim
         return torch.zeros([0 if i == cut else n for i, n in enumerate(parameter.shape)])
 
     def __iter__(self) -> Iterator[str]:
@@ -193,7 +191,7 @@ class ShardedModel:
         self.teams = teams
         self.bound = BoundModel(config, numerics, RankWeights(weights, plan, rank), recipe)
         _cross(self.bound, plan, teams, rank)
-        self.model = _model(self.bound, config)
+        self.model: Wiring = family_of(config).forward(self.bound, absorbed=True)
         start, stop = plan.stage_layers[teams.stage]
         self.layers = config.layers[start:stop]
 
@@ -201,47 +199,19 @@ class ShardedModel:
         """Return logits [T, V] of the new tokens, on every rank, and advance the sequences."""
         step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
         stage, line, last = self.teams.stage, self.teams.pipeline, self.plan.pp - 1
-        state = self._entering(step)
+        state = self.model.buffers(len(step.tokens)) if stage else self.model.entering(step)
         if stage:
             for tensor in state.values():
                 _receive(tensor, line.ranks[stage - 1])
         for block in self.layers:
-            state = self._through(block, state, step, sequences)
+            state = self.model.through(block, state, step, sequences)
         if stage < last:
             for tensor in state.values():
                 _send(tensor, line.ranks[stage + 1])
-        logits = self._leaving(state) if stage == last else None
+        logits = self.model.leaving(state) if stage == last else None
         for sequence, new in zip(sequences, tokens, strict=True):
             sequence.length += len(new)
         return self._shared(logits, len(step.tokens))
-
-    def _entering(self, step: TokenBatch) -> dict[str, Tensor]:
-        """Return the stage's input: embedded tokens, or a buffer for the stage before it."""
-        model = self.model
-        store, config = model.bound.numerics.store, self.plan.config
-        if self.teams.stage:
-            shape = (len(step.tokens), config.hidden_size)
-            if isinstance(config, V4Config):
-                return {"streams": torch.empty(shape[0], config.hc_mult, shape[1], dtype=store)}
-            # V3.2 carries the residual separately: x is not yet added to it.
-            return {name: torch.empty(shape, dtype=store) for name in ("x", "residual")}
-        h = model.bound("embed", tokens=step.tokens)["out"]
-        if isinstance(config, V4Config):
-            return {"streams": mixing.expand(h, config.hc_mult)}
-        return {"x": h}
-
-    def _through(
-        self, block: Block, state: dict[str, Tensor], step: TokenBatch, sequences: list[Sequence]
-    ) -> dict[str, Tensor]:
-        if isinstance(self.model, ModelV4):
-            return {"streams": self.model.block(block, state["streams"], step, sequences)}
-        return self.model.block(block, state, step, sequences)
-
-    def _leaving(self, state: dict[str, Tensor]) -> Tensor:
-        if isinstance(self.model, ModelV4):
-            return self.model.logits(state["streams"])
-        bound = self.model.bound
-        return bound("head", x=bound("norm", **state)["out"])["out"]
 
     def _shared(self, logits: Tensor | None, tokens: int) -> Tensor:
         """Send the last stage's logits to every stage."""
@@ -254,13 +224,6 @@ class ShardedModel:
         return logits
 
 
-def _model(bound: BoundModel, config: Config) -> ModelV4 | ModelV32:
-    if isinstance(config, V4Config):
-        return ModelV4(bound, config)
-    assert isinstance(config, V32Config), "there are two families"
-    return ModelV32(bound, config)
-
-
 def _send(x: Tensor, rank: int) -> None:
     distributed.send(x.contiguous().flatten().view(torch.uint8), rank)
 
@@ -271,7 +234,7 @@ def _receive(x: Tensor, rank: int) -> None:
 
 def _cross(bound: BoundModel, plan: ShardingPlan, teams: Teams, rank: int) -> None:
     """Wrap the components before or after which ranks exchange tensors."""
-    cut = STYLES[plan.config.family, plan.style] if plan.tp > 1 else {}
+    cut = sharding_styles(plan.config)[plan.style] if plan.tp > 1 else {}
     low = _first_row(plan, rank)
     summed = {
         "attn.wo_b": "attn.wo_b" in cut,

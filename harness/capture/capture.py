@@ -54,9 +54,11 @@ from degarble.harness.inference.generation import (
 )
 from degarble.harness.inference.model import HELD_VALUES, LogitsModel, open_model
 from degarble.harness.model.components import component_named
-from degarble.harness.model.config.config import V4Config, V32Config, compressor_windows
 from degarble.harness.model.config.json_file import config_to_dict
+from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameter_named
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.model.site_forms import ElementKind, RowUnit, declared_forms
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.files import require_folder
 from degarble.harness.report.progress import size
@@ -74,8 +76,6 @@ if TYPE_CHECKING:
     from degarble.harness.backends.patching import Patched
     from degarble.harness.inference.model import OpenModel
     from degarble.harness.inference.weights import StreamedWeights
-    from degarble.harness.model.config.config import Config
-    from degarble.harness.model.types import Block
     from degarble.references.binding import BoundModel
     from degarble.references.model import Sequence as SequenceState
     from degarble.references.traced.graph import Graph
@@ -159,7 +159,7 @@ def captured_bytes(
     """Bytes of tensors that a capture of these steps stores."""
     if isinstance(bound, TracedModel):
         return traced_bytes(bound, steps, wanted)
-    table = _values(bound.config)
+    table = family_of(bound.config).value_counts(bound.config) or declared_counts(bound)
     names = [name for name in bound.calls if wanted.includes(name) and not name.startswith("mtp.")]
     total = 0
     for step in steps:
@@ -201,6 +201,19 @@ def traced_bytes(
     return total
 
 
+def declared_counts(bound: BoundModel) -> dict[str, ValueCounts]:
+    """Return the values of each role that forms declare, of a family without a table of its own."""
+    found: dict[str, ValueCounts] = {}
+    for name, forms in declared_forms(bound.config, recipe_named("bf16", bound.config)).items():
+        sizes = {ElementKind.NUMBERS: 0, ElementKind.INTEGERS: 0}
+        for form in forms.outputs.values():
+            if form.row is not None and form.counts is RowUnit.TOKENS:
+                sizes[form.holds] += prod(extent or 0 for extent in form.row)
+        numbers, integers = sizes.values()
+        found[Site(name, Port.OUT).role] = ValueCounts(numbers, integers=integers)
+    return found
+
+
 def steps_of(prompts: Sequence[int], new_tokens: int, piece: int) -> list[list[SequenceTokens]]:
     """Return the steps of prompts of these lengths, in pieces, and of the tokens after them."""
     found = [
@@ -218,121 +231,25 @@ def _among(wanted: CaptureFilter, fed: SequenceTokens) -> int:
 
 
 def _bytes_of(
-    bound: BoundModel, name: str, step: list[SequenceTokens], table: dict[str, ValueCounts]
+    bound: BoundModel, name: str, step: list[SequenceTokens], table: Mapping[str, ValueCounts]
 ) -> int:
     """Return how many bytes one component adds in one step."""
     config, numerics, role = bound.config, bound.numerics, Site(name, Port.OUT).role
+    family = family_of(config)
     tokens = sum(sequence_tokens.tokens for sequence_tokens in step)
     if role.endswith(_ACT_QUANT) and role != "ffn.experts.act_quant":
         # Codes, a byte each at most; scales are few.
         linear = component_named(config, name.removesuffix(_ACT_QUANT))
         return tokens * parameter_named(config, linear.weights[0]).shape[-1]
-    if role in {"hc_head", "head"} or (role == "norm" and isinstance(config, V4Config)):
+    if role in family.last_token_roles:
         tokens = len(step)  # logits are those behind each sequence's last token
     value_counts = table.get(role, ValueCounts())
     block = component_named(config, name).block
-    remembered = 0 if block is None else _remembered(config, block, role, step)
+    remembered = 0 if block is None else family.remembered(config, block, role, step)
     stored = tokens * (
         value_counts.store * numerics.store.itemsize + value_counts.integers * _INTEGER
     )
     return stored + (tokens * value_counts.work + remembered) * numerics.work.itemsize
-
-
-def _values(c: Config) -> dict[str, ValueCounts]:
-    """Return how many values each component returns for a token."""
-    d, f, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
-    queries = ValueCounts(c.index_n_heads * c.index_head_dim)
-    both = {
-        "embed": ValueCounts(d),
-        "attn.wq_a": ValueCounts(c.q_lora_rank),
-        "attn.q_norm": ValueCounts(c.q_lora_rank),
-        "attn.indexer.wq_b": queries,
-        "attn.indexer.q": queries,
-        "attn.indexer.weights_proj": ValueCounts(c.index_n_heads),
-        "attn.indexer.topk": ValueCounts(integers=c.index_topk),
-        "ffn.gate": ValueCounts(work=c.n_routed_experts),
-        "ffn.topk": ValueCounts(work=k, integers=k),
-        "ffn.experts.w13": ValueCounts(2 * k * f),
-        "ffn.experts.act_quant": ValueCounts(k * f),
-        "ffn.experts.w2": ValueCounts(k * d),
-        "ffn.experts.combine": ValueCounts(work=d),
-        "ffn.shared.w13": ValueCounts(2 * f),
-        "ffn.shared.act": ValueCounts(f),
-        "ffn.shared.w2": ValueCounts(d),
-        "ffn.moe_sum": ValueCounts(d),
-        "head": ValueCounts(work=c.vocab_size),
-    }
-    return both | (_values_v4(c) if isinstance(c, V4Config) else _values_v32(c))
-
-
-def _values_v4(c: V4Config) -> dict[str, ValueCounts]:
-    d, s, heads = c.hidden_size, c.hc_mult, ValueCounts(c.num_attention_heads * c.head_dim)
-    mixed, streams, row = ValueCounts(d, s + s * s), ValueCounts(s * d), ValueCounts(c.head_dim)
-    return {
-        **{f"{half}.hc_pre": mixed for half in ("attn", "ffn")},
-        **{f"{half}.norm": ValueCounts(d) for half in ("attn", "ffn")},
-        **{f"{half}.hc_post": streams for half in ("attn", "ffn")},
-        "attn.wq_b": heads,
-        "attn.q_head_norm_rope": heads,
-        "attn.wkv": row,
-        "attn.kv_norm_rope": row,
-        "attn.attend": heads,
-        "attn.inverse_rope": heads,
-        "attn.wo_a": ValueCounts(c.o_groups * c.o_lora_rank),
-        "attn.wo_b": ValueCounts(d),
-        "hc_head": ValueCounts(d),
-        "norm": ValueCounts(d),
-    }
-
-
-def _values_v32(c: V32Config) -> dict[str, ValueCounts]:
-    d, p = c.hidden_size, c.qk_rope_head_dim
-    queries = c.num_attention_heads * (c.qk_nope_head_dim + p)
-    return {
-        **{name: ValueCounts(2 * d) for name in ("attn.norm", "ffn.norm", "norm")},  # with residual
-        "attn.wq_b": ValueCounts(queries),
-        "attn.wkv_a": ValueCounts(c.kv_lora_rank + p),
-        "attn.rope": ValueCounts(queries + 2 * p),  # and the key that goes in, a slice
-        "attn.kv_norm": ValueCounts(2 * c.kv_lora_rank),  # as above
-        "attn.kv_write": ValueCounts(c.kv_lora_rank + p),
-        "attn.indexer.weights_proj": ValueCounts(work=c.index_n_heads),
-        "attn.indexer.wk": ValueCounts(c.index_head_dim),
-        "attn.indexer.k": ValueCounts(c.index_head_dim),
-        "attn.attend": ValueCounts(c.num_attention_heads * c.v_head_dim),
-        "attn.wo": ValueCounts(d),
-        "ffn.w13": ValueCounts(2 * c.intermediate_size),
-        "ffn.act": ValueCounts(c.intermediate_size),
-        "ffn.w2": ValueCounts(d),
-    }
-
-
-def _remembered(c: Config, block: Block, role: str, step: list[SequenceTokens]) -> int:
-    """Working values that grow with what a sequence had before: rows read, scores, pools."""
-    if role == "attn.indexer.scores":
-        ratio = block.ratio or 1
-        widest = max(
-            (sequence_tokens.before + sequence_tokens.tokens) // ratio for sequence_tokens in step
-        )
-        keys = sum(sequence_tokens.before // ratio for sequence_tokens in step) * c.index_head_dim
-        return widest * sum(sequence_tokens.tokens for sequence_tokens in step) + keys
-    if isinstance(c, V32Config):
-        rows = sum(sequence_tokens.before for sequence_tokens in step) * (
-            c.kv_lora_rank + c.qk_rope_head_dim
-        )
-        return rows if role == "attn.attend" else 0
-    width = c.index_head_dim if role.startswith("attn.indexer.") else c.head_dim
-    width *= compressor_windows(block)
-    if role.endswith("compressor.proj"):
-        return 2 * width * sum(sequence_tokens.tokens for sequence_tokens in step)
-    if role.endswith("compressor.pool"):
-        return 2 * width * block.ratio * compressor_windows(block) * len(step)
-    if role != "attn.attend":
-        return 0
-    rows = sum(min(sequence_tokens.before, c.sliding_window - 1) for sequence_tokens in step)
-    entries = (
-        sum(sequence_tokens.before // block.ratio for sequence_tokens in step) if block.ratio else 0
-    )
-    return (rows + entries) * c.head_dim
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.capture.files.records import Phase, site_of
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.sites import Port
 from degarble.harness.model.types import LayerType, MlpType
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from degarble.harness.capture.recorder import CopiedTensor, Recorder
-    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.config.config import Config, V4Config, V32Config
     from degarble.harness.model.types import Block
 
 
@@ -298,13 +298,23 @@ _V32_ATTENTION = {
 
 def places_of(config: Config) -> list[ModulePlace]:
     """Return the map for the causal language model that transformers makes of a config."""
-    places = [ModulePlace("embed", ("model.embed_tokens",), {0: "tokens"})]
-    v4 = isinstance(config, V4Config)
-    for block in config.layers:
-        places += _v4_block(block) if v4 else _v32_block(block)
-    if v4:
-        places.append(ModulePlace("hc_head", ("model.hc_head",), {0: "streams"}))
-    return [*places, ModulePlace("norm", ("model.norm",)), ModulePlace("head", ("lm_head",))]
+    return family_of(config).module_places(config)
+
+
+def v4_places(config: V4Config) -> list[ModulePlace]:
+    """Map the modules of transformers' deepseek_v4."""
+    places = [place for block in config.layers for place in _v4_block(block)]
+    return _with_ends([*places, ModulePlace("hc_head", ("model.hc_head",), {0: "streams"})])
+
+
+def v32_places(config: V32Config) -> list[ModulePlace]:
+    """Map the modules of transformers' deepseek_v32."""
+    return _with_ends([place for block in config.layers for place in _v32_block(block)])
+
+
+def _with_ends(places: list[ModulePlace]) -> list[ModulePlace]:
+    embed = ModulePlace("embed", ("model.embed_tokens",), {0: "tokens"})
+    return [embed, *places, ModulePlace("norm", ("model.norm",)), ModulePlace("head", ("lm_head",))]
 
 
 def _v4_block(block: Block) -> Iterator[ModulePlace]:

@@ -29,8 +29,7 @@ from degarble.harness.capture.engine.ranks import join_ranks
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import require_free
 from degarble.harness.inference.processes import process_group
-from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.sharding import plan
+from degarble.harness.model.sharding import plan, sharding_styles
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.files import require_folder
 from degarble.references.sharded import ShardedModel, Teams
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from degarble.harness.model.sharding import ShardingPlan
     from degarble.references.binding import BoundModel
 
-_BLOCK = 128  # vLLM cuts V4's shared expert in whole blocks of it
 _HEADS = 1  # dimension of what has one part a head: [T, H, D] and [T, H * D] alike
 _LAST = -1
 
@@ -142,10 +140,12 @@ def _sharded(capture_settings: CaptureSettings, world: int) -> CaptureSettings:
 
 def plan_over(config: Config, world: int) -> ShardingPlan:
     """Return the sharding plan of a model for this number of ranks."""
-    if isinstance(config, V4Config) and config.moe_intermediate_size % (_BLOCK * world):
+    cuts = sharding_styles(config)["vllm"].values()
+    block = max((cut.multiple for cut in cuts if cut.padded), default=1)
+    if block > 1 and config.moe_intermediate_size % (block * world):
         raise ShapeMismatch(
             "moe_intermediate_size", config.moe_intermediate_size,
-            f"a multiple of {_BLOCK} times {world} ranks: engines pad the shared expert otherwise",
+            f"a multiple of {block} times {world} ranks: engines pad the shared expert otherwise",
             "Choose another number of ranks for this model.",
         )  # fmt: skip
     return plan(config, tp=world)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.chat import encode_v4, encode_v32
 from degarble.harness.chat.conversation import THINKING, read_templates
 from degarble.harness.chat.dsml import ToolCall, read_calls
 from degarble.harness.chat.special_tokens import DSML, END_THINK, EOS, STRUCTURE
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,8 +101,8 @@ class Chat:
 
 def chat_of(config: Config, folder: Path, style: Style) -> Chat:
     """Return the chat of a model whose checkpoint is in `folder`."""
-    family: Any = encode_v4 if isinstance(config, V4Config) else encode_v32
-    if family is encode_v32 and style.effort is not None:
+    family: Any = family_of(config).chat_encoder()
+    if style.effort is not None and not family.KNOWS_EFFORT:
         raise InvalidArgument(
             "--effort", style.effort, "a V4 model: V3.2's encoding knows no effort", "Leave it out."
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 STEM = "encoding_dsv32"  # the official encoder's file
 CALLS = "function_calls"  # the name of the block in DSML
+KNOWS_EFFORT = False
 ROLES = ("system", "developer", "user", "tool", "assistant")
 _REQUEST = "\n\n# The user's message is: "  # in front of a developer's content
 

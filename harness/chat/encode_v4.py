@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 STEM = "encoding_dsv4"  # the official encoder's file
 CALLS = "tool_calls"  # the name of the block in DSML
+KNOWS_EFFORT = True
 ROLES = ("system", "developer", "user", "tool", "latest_reminder", "assistant")
 _ANSWERS = ("assistant", "latest_reminder")
 _KEPT = ("user", "system", "tool", "latest_reminder", "assistant")

@@ -20,11 +20,12 @@ from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.inference.traced import TracedWeights, traced_config, traced_recipe
 from degarble.harness.inference.weights import HeldWeights, StreamedWeights
 from degarble.harness.model.components import components
-from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
-from degarble.references.binding import BoundModel, CallWrapper
-from degarble.references.model import ModelV4, ModelV32, TokenBatch
+from degarble.references.binding import CallWrapper
+from degarble.references.binding import bind as bind_model
+from degarble.references.model import TokenBatch
 from degarble.references.numerics import Numerics
 from degarble.references.traced.family import TracedModel
 from degarble.references.traced.model import TracedForward
@@ -42,30 +43,23 @@ if TYPE_CHECKING:
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
-    from degarble.references.binding import Observer
-    from degarble.references.model import Sequence
+    from degarble.references.binding import BoundModel, Observer
+    from degarble.references.model import Sequence, Wiring
 
 
 # --------------------------------------------------------------------------------------------------
-# Logits: of the next tokens, or of all rows piece by piece. The families differ in what lies
-# between the layers and the head: streams in V4, normed states in V3.2.
+# Logits: of the next tokens, or of all rows piece by piece. What lies between the layers and the
+# head is the family's: streams in V4, normed states in V3.2.
 
 
 class LogitsModel:
-    """Forward pass of either family; `absorbed` selects V3.2's absorbed attention."""
+    """Forward pass of a bound model; `absorbed` selects V3.2's absorbed attention."""
 
     def __init__(self, bound: BoundModel, *, absorbed: bool = True) -> None:
-        config = bound.config
         self.bound = bound
-        self.config = config
-        self._model: ModelV4 | ModelV32 | TracedForward
-        if isinstance(bound, TracedModel):
-            self._model = TracedForward(bound)
-        elif isinstance(config, V4Config):
-            self._model = ModelV4(bound, config)
-        else:
-            assert isinstance(config, V32Config), "there are two families"
-            self._model = ModelV32(bound, config, absorbed=absorbed)
+        self.config = bound.config
+        forward = family_of(bound.config).forward
+        self._model: Wiring | TracedForward = forward(bound, absorbed=absorbed)
 
     @property
     def context(self) -> int:
@@ -87,20 +81,17 @@ class LogitsModel:
                 return self._model.forward(sequences, tokens)
         step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
         with torch.inference_mode():
-            if isinstance(self._model, ModelV4):
-                made = self._model.streams(step, sequences)
-            else:
-                made = self._model.hidden(step, sequences)
+            made = self._model.hidden(step, sequences)
         for sequence, new in zip(sequences, tokens, strict=True):
             sequence.length += len(new)
         return made
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The head's input, for rows of `hidden`."""
-        if not isinstance(self._model, ModelV4):
+        if isinstance(self._model, TracedForward):
             return hidden
         with torch.inference_mode():
-            return self.bound("norm", x=self.bound("hc_head", streams=hidden)["out"])["out"]
+            return self._model.normed(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of rows of `hidden`."""
@@ -228,14 +219,14 @@ class _ModelSource:
     weights: Mapping[str, Weight]
     stored: Mapping[str, str]
     streamed: Callable[[], StreamedWeights]
-    bind: Callable[..., BoundModel] = BoundModel
+    bind: Callable[..., BoundModel] = bind_model
 
 
 def _source_of(checkpoint: Checkpoint) -> _ModelSource:
     if checkpoint.model is None:
         return _traced_source(checkpoint)
     config, names = require_model(checkpoint, "generate")
-    config = _without_drafters(config)
+    config = family_of(config).without_drafters(config)
     _require_complete(config, names)
     recipe = recipe_as_stored(take_inventory(names), config)
     streamed = partial(StreamedWeights, checkpoint, config)
@@ -267,13 +258,6 @@ def numerics_of(arithmetic: str, *, held: bool) -> Numerics:
     chosen = Numerics.twin() if arithmetic == "twin" else Numerics.bf16()
     exact = torch.float64
     return replace(chosen, work=exact, products=exact) if held else chosen
-
-
-def _without_drafters(config: Config) -> Config:
-    """Return the main model: drafters speed engines up and change no token."""
-    if isinstance(config, V4Config):
-        return replace(config, num_nextn_predict_layers=0, dspark=None)
-    return replace(config, num_nextn_predict_layers=0)
 
 
 def _require_complete(config: Config, names: LogicalNames) -> None:

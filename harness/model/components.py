@@ -10,20 +10,21 @@ must quantise one input of two fused weights alike.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, singledispatch
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import LayoutMismatch, UnknownName
 from degarble.harness.formats.number_formats import block_format
-from degarble.harness.model.config.config import Config, V4Config, V32Config, unknown_family
 from degarble.harness.model.parameters import WHERE, parameters
 from degarble.harness.model.recipes import BF16, Recipe, recipe_named
+from degarble.harness.model.registry import registered_for
 from degarble.harness.model.sites import Port, Site, parse_site
 from degarble.harness.model.types import Block, Kind, MlpType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from degarble.harness.model.config.config import Config, V4Config, V32Config
     from degarble.harness.model.parameters import Parameter
 
 
@@ -54,6 +55,7 @@ class ComponentWiring(NamedTuple):
     inputs: str
     outputs: str = "out"
     where: str = "all"
+    kind: str = ""  # the word by which it is judged, where that is not its name
 
 
 _X = "x=attn.norm.out"
@@ -285,7 +287,9 @@ class Component:
 
 def components(config: Config, recipe: Recipe | None = None) -> tuple[Component, ...]:
     """List the components in the order in which they run; without a recipe nothing is quantised."""
-    return components_by_recipe(config, recipe or recipe_named("bf16", config))
+    chosen = recipe or recipe_named("bf16", config)
+    found: tuple[Component, ...] = registered_for(config).components(config, chosen)
+    return found
 
 
 def component_named(config: Config, name: str, recipe: Recipe | None = None) -> Component:
@@ -310,22 +314,33 @@ def _by_name(config: Config, recipe: Recipe) -> dict[str, Component]:
     return {component.name: component for component in components(config, recipe)}
 
 
-@singledispatch
-def components_by_recipe(config: Config, recipe: Recipe) -> tuple[Component, ...]:
-    """List the components under a recipe; a family registers how, for its class of configs."""
-    del recipe
-    raise unknown_family(config)
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """The lines of a family: the model's ends, its blocks, and the ends of a drafter's block.
+
+    `entering` returns the outputs that the words with an @ stand for, in one block or in the last
+    end (None), given the block before.
+    """
+
+    first: tuple[ComponentWiring, ...]
+    block: tuple[ComponentWiring, ...]
+    last: tuple[ComponentWiring, ...]
+    entering: Callable[[Any, Block | None, Block | None], Mapping[str, str]]
+    drafter_first: tuple[ComponentWiring, ...] = ()
+    drafter_last: tuple[ComponentWiring, ...] = ()
 
 
 @lru_cache(maxsize=8)
-def _components(config: Config, recipe: Recipe) -> tuple[Component, ...]:
+def wired_components(config: Any, recipe: Recipe, wiring: Wiring) -> tuple[Component, ...]:
+    """Lay the lines of a family out for the blocks of a config, under a recipe."""
     readers: dict[str, list[Parameter]] = {}
     for parameter in parameters(config):
         readers.setdefault(parameter.component, []).append(parameter)
     found: list[Component] = []
-    for block, lines in _plan(config):
+    for block, lines in _plan(config, wiring):
         present = {line.name for line in lines}
-        outside = _entering(config, block)
+        before = config.layers[-1] if block is None else _before(config, block)
+        outside = wiring.entering(config, block, before)
         for line in lines:
             component = _laid_out(line, block, present, outside)
             read = _read_by(component, readers)
@@ -335,10 +350,6 @@ def _components(config: Config, recipe: Recipe) -> tuple[Component, ...]:
     return tuple(found)
 
 
-components_by_recipe.register(V4Config, _components)
-components_by_recipe.register(V32Config, _components)
-
-
 def _read_by(component: Component, readers: Mapping[str, list[Parameter]]) -> Sequence[Parameter]:
     """Return what a component reads, the parameters that it shares with another one included."""
     own = readers.get(component.name, [])
@@ -346,22 +357,19 @@ def _read_by(component: Component, readers: Mapping[str, list[Parameter]]) -> Se
         return readers[component.role]  # V4's drafter has none of its own
     if component.role == "attn.attend" and not own:
         # V3.2, absorbed: attention itself multiplies by the expanding matrix.
-        return readers[component.name.replace("attend", "wkv_b")]
+        return readers.get(component.name.replace("attend", "wkv_b"), [])
     return own
 
 
-def _plan(config: Config) -> Iterator[tuple[Block | None, list[ComponentWiring]]]:
+def _plan(config: Config, wiring: Wiring) -> Iterator[tuple[Block | None, list[ComponentWiring]]]:
     """Yield each block with its lines; None is the model's two ends."""
-    v4 = isinstance(config, V4Config)
-    yield None, list(V4_FIRST_WIRING if v4 else V32_FIRST_WIRING)
-    body = V4_BLOCK_WIRING if v4 else V32_BLOCK_WIRING
+    yield None, list(wiring.first)
     for block in config.layers:
-        yield block, _present(body, block, config)
-    yield None, list(V4_LAST_WIRING if v4 else V32_LAST_WIRING)
-    before = V4_DRAFTER_FIRST_WIRING if v4 else V32_DRAFTER_FIRST_WIRING
-    after = V4_DRAFTER_LAST_WIRING if v4 else V32_DRAFTER_LAST_WIRING
+        yield block, _present(wiring.block, block, config)
+    yield None, list(wiring.last)
+    drafter = (*wiring.drafter_first, *wiring.block, *wiring.drafter_last)
     for block in config.blocks[len(config.layers) :]:
-        yield block, _present((*before, *body, *after), block, config)
+        yield block, _present(drafter, block, config)
 
 
 def _present(
@@ -371,11 +379,9 @@ def _present(
     return [line for line in lines if any(places[each] for each in line.where.split(", "))]
 
 
-def _entering(config: Config, block: Block | None) -> Mapping[str, str]:
-    """Return the outputs that the words with an @ stand for, for one block or the last end."""
-    before = config.layers[-1] if block is None else _before(config, block)
-    if isinstance(config, V4Config):
-        return _entering_v4(config, block, before)
+def entering_v32(config: V32Config, block: Block | None, before: Block | None) -> Mapping[str, str]:
+    """Return what enters a block of V3.2: the stream and its residual."""
+    del config
     if block is not None and block.is_drafter:
         # The drafter continues the normed stream (as vLLM's V3 drafter does; no primary source).
         previous = f"mtp.{block.index - 1}.norm.out" if block.index else "norm.out"
@@ -389,7 +395,8 @@ def _entering(config: Config, block: Block | None) -> Mapping[str, str]:
     }
 
 
-def _entering_v4(config: V4Config, block: Block | None, before: Block | None) -> Mapping[str, str]:
+def entering_v4(config: V4Config, block: Block | None, before: Block | None) -> Mapping[str, str]:
+    """Return what enters a block of V4: the residual streams."""
     streams = f"{before.prefix}.ffn.hc_post.out" if before else "embed.out:streams"
     if block is None or not block.is_drafter:
         return {"streams": streams}
@@ -432,7 +439,8 @@ def _laid_out(
         elif producers.rpartition(".")[0] in present:
             inputs.append(Input(name, (_site(prefix + producers),), via))
     outputs = tuple(line.outputs.split())
-    return Component(prefix + line.name, line.name, block, tuple(inputs), outputs)
+    name = prefix + line.name
+    return Component(name, line.name, block, tuple(inputs), outputs, kind=line.kind)
 
 
 def _site(producer: str) -> Site:

@@ -17,9 +17,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnknownName
-from degarble.harness.model.config.config import Config, V4Config, V32Config
-from degarble.harness.model.parameters import EXPERT, V4_BLOCK, V4_MTP, V32_MTP
+from degarble.harness.model.config.config import (
+    Config,
+    V4Config,
+    V32Config,
+    has_parallel_drafter,
+)
+from degarble.harness.model.parameters import EXPERT, V4_BLOCK
 from degarble.harness.model.recipes import Recipe, recipe_named
+from degarble.harness.model.registry import registered_for
 from degarble.harness.model.types import Dtype, Kind
 
 if TYPE_CHECKING:
@@ -84,8 +90,7 @@ class Layout:
         """Return why a parameter has no place here; empty where it has one."""
         if not (parameter.block and parameter.block.is_drafter):
             return ""
-        dspark = isinstance(config, V4Config) and config.dspark is not None
-        return self.no_drafter or (self.no_dspark if dspark else "")
+        return self.no_drafter or (self.no_dspark if has_parallel_drafter(config) else "")
 
     def dtype_of(self, parameter: Parameter) -> Dtype:
         """Return the dtype of an unquantised parameter as stored here."""
@@ -98,31 +103,26 @@ class Layout:
         block = parameter.block
         if self.spelling is Spelling.DEEPSEEK:
             return f"{block.prefix}.{fused}" if fused and block else parameter.name
-        own = fused or self._own_name(parameter)
+        is_own: bool = registered_for(config).is_drafters_own(parameter)
+        own = fused or self._own_name(parameter, is_drafters_own=is_own)
         if block is None:
             return own if own in {"lm_head", "head"} else f"model.{own}"
         if not block.is_drafter:
             return f"model.layers.{block.index}.{own}"
         number = config.num_hidden_layers + block.index
-        inner = self.spelling is Spelling.VLLM and not _is_drafter_own(parameter)
+        inner = self.spelling is Spelling.VLLM and not is_own
         return f"model.layers.{number}.{'mtp_block.' if inner else ''}{own}"
 
-    def _own_name(self, parameter: Parameter) -> str:
+    def _own_name(self, parameter: Parameter, *, is_drafters_own: bool) -> str:
         """Spell what follows the block's prefix."""
         row = parameter.row
         if self.spelling is Spelling.HUGGINGFACE:
             name = row.hf
         else:
             names = _OTHER_NAMES[self.spelling]
-            table = _DRAFTER_NAMES if _is_drafter_own(parameter) else names
+            table = _DRAFTER_NAMES if is_drafters_own else names
             name = table.get(row.name, row.name)
         return name if parameter.expert is None else name.replace(EXPERT, str(parameter.expert))
-
-
-def _is_drafter_own(parameter: Parameter) -> bool:
-    """Return whether a parameter is a drafter's own, one that no other block has."""
-    drafts = parameter.block is not None and parameter.block.is_drafter
-    return drafts and parameter.row in (*V4_MTP, *V32_MTP)
 
 
 # What vLLM 0.33 (models/deepseek_v4) and transformers 5.20 (save_pretrained) spell unlike DeepSeek.
@@ -204,9 +204,9 @@ _V32_HF = replace(
     _V32, name="transformers-saved", recipe="bf16", no_drafter=_IGNORED, retyped=_V32_NORMS
 )
 
-LAYOUTS: Mapping[tuple[str, str], Layout] = MappingProxyType(
+V4_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
-        (layout.family, layout.name): layout
+        layout.name: layout
         for layout in (
             _V4,
             replace(_V4, name="bf16", recipe="bf16"),
@@ -216,6 +216,13 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = MappingProxyType(
             replace(_V4_HF, name="transformers", recipe="bf16", fusions=_TRANSFORMERS_FUSIONS),
             replace(_V4_HF, name="transformers-saved", recipe="bf16", spelling=Spelling.SAVED),
             _V4_VLLM,
+        )
+    }
+)
+V32_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        layout.name: layout
+        for layout in (
             _V32,
             replace(_V32, name="bf16", recipe="bf16"),
             replace(_V32, name="nvfp4-experts", recipe="nvfp4-experts"),
@@ -261,9 +268,18 @@ def _fused_name(member: str, fusion: Fusion) -> str:
     return f"{member.rpartition('.')[0]}.{fusion.target.rpartition('.')[2]}"
 
 
+def layouts_of(config: Config) -> Mapping[str, Layout]:
+    """Return the layouts of the config's family, by name."""
+    family = registered_for(config)
+    known: Mapping[str, Layout] = family.layouts
+    if not known:
+        raise family.lacks("a checkpoint layout", "Audit it: `degarble audit` needs none.")
+    return known
+
+
 def layout_named(name: str, config: Config) -> Layout:
     """Return the layout of the config's family called `name`."""
-    known = {each: layout for (family, each), layout in LAYOUTS.items() if family == config.family}
+    known = layouts_of(config)
     if name not in known:
         raise UnknownName.among("layout", name, known)
     return known[name]

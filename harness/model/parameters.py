@@ -16,10 +16,10 @@ V3.2 as well: kl KV low rank, n and p nope and rope dims, v value dim, F dense a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, singledispatch
+from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.model.config.config import (
@@ -27,8 +27,9 @@ from degarble.harness.model.config.config import (
     V4Config,
     V32Config,
     compressor_windows,
-    unknown_family,
+    has_parallel_drafter,
 )
+from degarble.harness.model.registry import registered_for
 from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
 
 if TYPE_CHECKING:
@@ -206,35 +207,36 @@ class Parameter:
         return f"{self.block.prefix}.{self.row.reader}" if self.block else self.row.reader
 
 
-@singledispatch
 def parameters(config: Config) -> tuple[Parameter, ...]:
-    """List every parameter of a config, block by block, the ends around them.
+    """List every parameter of a config, block by block, the ends around them."""
+    found: tuple[Parameter, ...] = registered_for(config).parameters(config)
+    return found
 
-    A family registers how, for its class of configs.
-    """
-    raise unknown_family(config)
+
+@dataclass(frozen=True, eq=False)
+class ParameterTable:
+    """The rows of a family: its ends, every block, and what a drafter's block has besides."""
+
+    ends: tuple[Row, ...]
+    block: tuple[Row, ...]
+    drafter: tuple[Row, ...] = ()
 
 
 @lru_cache(maxsize=8)
-def _parameters(config: Config) -> tuple[Parameter, ...]:
-    ends = V4_ENDS if isinstance(config, V4Config) else V32_ENDS
-    block_rows = V4_BLOCK if isinstance(config, V4Config) else V32_BLOCK
-    mtp_rows = V4_MTP if isinstance(config, V4Config) else V32_MTP
-    common = _letters(config)
+def tabled_parameters(config: Any, table: ParameterTable) -> tuple[Parameter, ...]:
+    """List the parameters that the rows of a table have under a config."""
+    common = shape_letters(config)
     # In the order of the forward pass: the embedding, the blocks, then final norm and head.
+    ends = table.ends
     first, last = [r for r in ends if r.name == "embed"], [r for r in ends if r.name != "embed"]
     found = [Parameter(row.name, extents_of(row.shape, common), row) for row in first]
     for block in config.blocks:
         letters = common | _block_letters(block)
-        rows = (*mtp_rows, *block_rows) if block.is_drafter else block_rows
+        rows = (*table.drafter, *table.block) if block.is_drafter else table.block
         present = [row for row in rows if _is_in(row, block, config)]
-        found.extend(_spread(present, block, letters, config.n_routed_experts))
+        found.extend(_spread(present, block, letters, letters.get("E", 0)))
     found.extend(Parameter(row.name, extents_of(row.shape, common), row) for row in last)
     return tuple(found)
-
-
-parameters.register(V4Config, _parameters)
-parameters.register(V32Config, _parameters)
 
 
 def parameter_named(config: Config, name: str) -> Parameter:
@@ -275,14 +277,12 @@ WHERE: Mapping[str, Callable[[Block, Config], bool]] = {
     "scored": lambda block, _config: block.mlp_type is MlpType.SCORED,
     "dense": lambda block, _config: block.mlp_type is MlpType.DENSE,
     "moe": lambda block, _config: block.mlp_type is not MlpType.DENSE,
-    "mtp": lambda _block, config: not _has_dspark(config),
-    "dspark first": lambda block, config: _has_dspark(config) and block.index == 0,
-    "dspark last": lambda block, config: _has_dspark(config) and block.index == config.drafters - 1,
+    "mtp": lambda _block, config: not has_parallel_drafter(config),
+    "dspark first": lambda block, config: has_parallel_drafter(config) and block.index == 0,
+    "dspark last": lambda block, config: (
+        has_parallel_drafter(config) and block.index == config.drafters - 1
+    ),
 }
-
-
-def _has_dspark(config: Config) -> bool:
-    return isinstance(config, V4Config) and config.dspark is not None
 
 
 def _is_in(row: Row, block: Block, config: Config) -> bool:
@@ -291,7 +291,8 @@ def _is_in(row: Row, block: Block, config: Config) -> bool:
 
 def shape_letters(config: Config, block: Block | None = None) -> dict[str, int]:
     """Return all shape letters that have a number, those of one block included."""
-    return _letters(config) | (_block_letters(block) if block is not None else {})
+    letters: dict[str, int] = registered_for(config).letters(config)
+    return letters | (_block_letters(block) if block is not None else {})
 
 
 def extents_of(text: str, letters: Mapping[str, int]) -> tuple[int, ...]:
@@ -302,9 +303,8 @@ def extents_of(text: str, letters: Mapping[str, int]) -> tuple[int, ...]:
     )
 
 
-def _letters(config: Config) -> dict[str, int]:
-    """Return the numbers of the shape letters that are the same in every block."""
-    letters = {
+def _shared_letters(config: Config) -> dict[str, int]:
+    return {
         "V": config.vocab_size,
         "D": config.hidden_size,
         "H": config.num_attention_heads,
@@ -315,17 +315,24 @@ def _letters(config: Config) -> dict[str, int]:
         "IH": config.index_n_heads,
         "id": config.index_head_dim,
     }
-    if isinstance(config, V32Config):
-        return letters | {
-            "kl": config.kv_lora_rank,
-            "n": config.qk_nope_head_dim,
-            "p": config.qk_rope_head_dim,
-            "v": config.v_head_dim,
-            "F": config.intermediate_size,
-            "X": config.shared_intermediate_size,
-        }
+
+
+def v32_letters(config: V32Config) -> dict[str, int]:
+    """Return the numbers of V3.2's letters."""
+    return _shared_letters(config) | {
+        "kl": config.kv_lora_rank,
+        "n": config.qk_nope_head_dim,
+        "p": config.qk_rope_head_dim,
+        "v": config.v_head_dim,
+        "F": config.intermediate_size,
+        "X": config.shared_intermediate_size,
+    }
+
+
+def v4_letters(config: V4Config) -> dict[str, int]:
+    """Return the numbers of V4's letters."""
     dspark = config.dspark
-    return letters | {
+    return _shared_letters(config) | {
         "d": config.head_dim,
         "g": config.o_groups,
         "G": config.group_features,

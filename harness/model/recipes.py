@@ -25,14 +25,15 @@ import yaml
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
 from degarble.harness.base.files import read_small_text
-from degarble.harness.model.config.config import Config, V4Config
 from degarble.harness.model.parameters import parameters
+from degarble.harness.model.registry import registered_for
 from degarble.harness.model.types import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from degarble.harness.model.config.config import Config, V4Config
     from degarble.harness.model.parameters import Parameter
 
 BF16 = "BF16"  # as stored by the source: no quantisation, no scales
@@ -176,25 +177,29 @@ RECIPE_NAMES = ("bf16", "official", "nvfp4-experts", "nvfp4-full")
 
 
 def recipe_named(name: str, config: Config) -> Recipe:
-    """Return a built-in recipe; what it says depends on the family, and on V4's expert_dtype."""
+    """Return a built-in recipe; what it says depends on the family."""
     if name not in RECIPE_NAMES:
         raise UnknownName.among("recipe", name, RECIPE_NAMES)
-    v4 = isinstance(config, V4Config)
-    match name:
-        case "bf16":
-            rules: tuple[Rule, ...] = ()
-        case "nvfp4-full":
-            rules = _V4_FULL if v4 else _V32_FULL
-        case _:
-            rules = (_expert_rule(config), *_V4_SOURCE) if v4 else _V32_SOURCE
-            if name == "nvfp4-experts":  # the drafter keeps its source format: layers.* only
-                rules = (_NVFP4_EXPERTS, *rules)
+    rules = () if name == "bf16" else registered_for(config).rules(name, config)
     return Recipe(name, rules)
 
 
-def _expert_rule(config: Config) -> Rule:
-    assert isinstance(config, V4Config)
-    return _V4_FP8_EXPERTS if config.expert_dtype == "fp8" else _V4_MXFP4_EXPERTS
+def v4_rules(recipe: str, config: V4Config) -> tuple[Rule, ...]:
+    """Return the rules of a recipe for V4; they depend on its expert_dtype."""
+    if recipe == "nvfp4-full":
+        return _V4_FULL
+    experts = _V4_FP8_EXPERTS if config.expert_dtype == "fp8" else _V4_MXFP4_EXPERTS
+    return _with_experts(recipe, (experts, *_V4_SOURCE))
+
+
+def v32_rules(recipe: str) -> tuple[Rule, ...]:
+    """Return the rules of a recipe for V3.2."""
+    return _V32_FULL if recipe == "nvfp4-full" else _with_experts(recipe, _V32_SOURCE)
+
+
+def _with_experts(recipe: str, source: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    # The drafter keeps its source format: layers.* only.
+    return (_NVFP4_EXPERTS, *source) if recipe == "nvfp4-experts" else source
 
 
 def recipe_from_file(path: Path, config: Config) -> Recipe:

@@ -21,14 +21,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.model.config.config import Config, V4Config
 from degarble.harness.model.parameters import parameters
+from degarble.harness.model.registry import registered_for
 from degarble.harness.model.tensors import PartKind, parts_of, tensors_of
 from degarble.harness.model.types import Box, StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from degarble.harness.model.config.config import Config
     from degarble.harness.model.layouts import Layout
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.recipes import Formats
@@ -53,9 +54,10 @@ _EXPERTS = {
     "ffn.experts.{e}.w3": ROWS,
 }
 
-# What no line names is repeated on every rank of its stage. Experts are cut only where ep is 1.
-STYLES: Mapping[tuple[str, str], Mapping[str, ShardCut]] = {
-    ("deepseek_v4", "vllm"): {
+# By style of an engine. What no line names is repeated on every rank of its stage. Experts are cut
+# only where ep is 1.
+V4_SHARDING: Mapping[str, Mapping[str, ShardCut]] = {
+    "vllm": {
         "embed": ROWS,
         "head": ROWS,
         "attn.wq_b": ROWS,
@@ -69,7 +71,7 @@ STYLES: Mapping[tuple[str, str], Mapping[str, ShardCut]] = {
         **_EXPERTS,
     },
     # The official convert.py cuts the indexer's heads and repeats the shared expert.
-    ("deepseek_v4", "official"): {
+    "official": {
         "embed": ROWS,
         "head": ROWS,
         "attn.wq_b": ROWS,
@@ -79,7 +81,9 @@ STYLES: Mapping[tuple[str, str], Mapping[str, ShardCut]] = {
         "attn.indexer.wq_b": ROWS,
         "attn.indexer.weights_proj": ROWS,
     },
-    ("deepseek_v32", "vllm"): {
+}
+V32_SHARDING: Mapping[str, Mapping[str, ShardCut]] = {
+    "vllm": {
         "embed": ROWS,
         "head": ROWS,
         "attn.wq_b": ROWS,
@@ -126,7 +130,13 @@ class ShardingPlan:
 
     @cached_property
     def _cuts(self) -> Mapping[str, ShardCut]:
-        return STYLES[self.config.family, self.style]
+        return sharding_styles(self.config)[self.style]
+
+    @cached_property
+    def _drafter_embeds(self) -> bool:
+        """Return whether a drafter reads the main model's embedding, as it stores none."""
+        drafts = [p for p in parameters(self.config) if p.block and p.block.is_drafter]
+        return bool(drafts) and not any(p.row.name == "embed" for p in drafts)
 
     def stages(self, parameter: Parameter) -> tuple[int, ...]:
         """Return the stages that need a parameter; two for the embedding of a drafting model."""
@@ -134,8 +144,7 @@ class ShardingPlan:
         if block is None:
             if parameter.row.name != "embed":
                 return (last,)
-            shares = isinstance(self.config, V4Config) and self.config.drafters > 0
-            return (0, last) if shares and last else (0,)
+            return (0, last) if last and self._drafter_embeds else (0,)
         if block.is_drafter:
             return (last,)
         inside = (
@@ -178,16 +187,24 @@ class ShardingPlan:
         return next(held, None)
 
 
+def sharding_styles(config: Config) -> Mapping[str, Mapping[str, ShardCut]]:
+    """Return how the engines cut the parameters of a config, by style."""
+    family = registered_for(config)
+    known: Mapping[str, Mapping[str, ShardCut]] = family.sharding
+    if not known:
+        raise family.lacks("a sharding plan", "Run the model on one rank.")
+    return known
+
+
 def plan(
     config: Config, tp: int = 1, ep: int = 1, pp: int = 1, style: str = "vllm"
 ) -> ShardingPlan:
     """Make the plan of a config for tp x ep x pp, in the style of an engine."""
-    known = [name for family, name in STYLES if family == config.family]
+    known = sharding_styles(config)
     if style not in known:
         raise UnknownName.among("sharding style", style, known)
     layers, experts = config.num_hidden_layers, config.n_routed_experts
-    groups = config.o_groups if isinstance(config, V4Config) else config.num_attention_heads
-    what = "output groups" if isinstance(config, V4Config) else "heads"
+    groups, what = registered_for(config).head_groups(config)
     _require(tp, groups % max(tp, 1) == 0, "tp", f"a divisor of {groups} {what}")
     _require(ep, experts % max(ep, 1) == 0, "ep", f"a divisor of {experts} experts")
     _require(ep, ep == 1 or ep % max(tp, 1) == 0, "ep", f"1, or a multiple of tp = {tp}")

@@ -7,16 +7,16 @@ on the run, so a form only says what they count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache, singledispatch
+from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.formats.number_formats import FP32, block_format
 from degarble.harness.model.components import components
-from degarble.harness.model.config.config import V4Config, V32Config, unknown_family
 from degarble.harness.model.parameters import extents_of, parameter_named, shape_letters
+from degarble.harness.model.registry import registered_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,7 +94,7 @@ class SiteForm:
         return f"{self.holds} [{self.counts}{inner}]"
 
 
-class _FormRow(NamedTuple):
+class FormRow(NamedTuple):
     """Outputs of some roles: names with the extents of a row, in letters."""
 
     roles: str
@@ -106,62 +106,61 @@ class _FormRow(NamedTuple):
 
 _I = ElementKind.INTEGERS
 _BOTH = (
-    _FormRow("embed", "D"),
-    _FormRow("head", "V"),
-    _FormRow("attn.wq_a attn.q_norm", "ql"),
-    _FormRow("attn.indexer.wq_b", "IH*id"),
-    _FormRow("attn.indexer.q", "IH id"),
-    _FormRow("attn.indexer.weights_proj", "IH"),
-    _FormRow("attn.indexer.scores", ANY),
-    _FormRow("attn.indexer.topk", ANY, holds=_I),
-    _FormRow("ffn.gate", "E"),
-    _FormRow("ffn.topk", "k", "experts", _I),
-    _FormRow("ffn.topk", "k", "weights"),
-    _FormRow("ffn.experts.w13", "k 2*I"),
-    _FormRow("ffn.experts.act_quant", "k I"),
-    _FormRow("ffn.experts.w2", "k D"),
-    _FormRow("ffn.experts.combine ffn.shared.w2 ffn.moe_sum", "D"),
+    FormRow("embed", "D"),
+    FormRow("head", "V"),
+    FormRow("attn.wq_a attn.q_norm", "ql"),
+    FormRow("attn.indexer.wq_b", "IH*id"),
+    FormRow("attn.indexer.q", "IH id"),
+    FormRow("attn.indexer.weights_proj", "IH"),
+    FormRow("attn.indexer.scores", ANY),
+    FormRow("attn.indexer.topk", ANY, holds=_I),
+    FormRow("ffn.gate", "E"),
+    FormRow("ffn.topk", "k", "experts", _I),
+    FormRow("ffn.topk", "k", "weights"),
+    FormRow("ffn.experts.w13", "k 2*I"),
+    FormRow("ffn.experts.act_quant", "k I"),
+    FormRow("ffn.experts.w2", "k D"),
+    FormRow("ffn.experts.combine ffn.shared.w2 ffn.moe_sum", "D"),
 )
 _POOL, _INDEXER_POOL = "attn.compressor.pool", "attn.indexer.compressor.pool"
-_V4 = (
+V4_FORMS = (
     *_BOTH,
-    _FormRow("attn.hc_pre ffn.hc_pre attn.norm ffn.norm attn.wo_b hc_head norm", "D"),
-    _FormRow("attn.hc_pre ffn.hc_pre", "S", "post"),
-    _FormRow("attn.hc_pre ffn.hc_pre", "S S", "mix"),
-    _FormRow("attn.hc_post ffn.hc_post", "S D"),
-    _FormRow("attn.wq_b attn.inverse_rope", "H*d"),
-    _FormRow("attn.q_head_norm_rope attn.attend", "H d"),
-    _FormRow("attn.wkv attn.kv_norm_rope attn.kv_write", "d"),
-    _FormRow("attn.compressor.proj", "c*d", "latent gate"),
-    _FormRow(_POOL, "d", counts=RowUnit.OTHERS),
-    _FormRow(_POOL, "m*c c*d", "state_latent state_gate", counts=RowUnit.SEQUENCES),
-    _FormRow("attn.compressor.write", "d", counts=RowUnit.OTHERS),
-    _FormRow("attn.indexer.compressor.proj", "c*id", "latent gate"),
-    _FormRow(_INDEXER_POOL, "id", counts=RowUnit.OTHERS),
-    _FormRow(_INDEXER_POOL, "m*c c*id", "state_latent state_gate", counts=RowUnit.SEQUENCES),
-    _FormRow(f"{_POOL} {_INDEXER_POOL}", "", "entry_offsets", _I, RowUnit.BOUNDS),
-    _FormRow("attn.wo_a", "g*ol"),
-    _FormRow("ffn.shared.w13", "2*I"),
-    _FormRow("ffn.shared.act", "I"),
+    FormRow("attn.hc_pre ffn.hc_pre attn.norm ffn.norm attn.wo_b hc_head norm", "D"),
+    FormRow("attn.hc_pre ffn.hc_pre", "S", "post"),
+    FormRow("attn.hc_pre ffn.hc_pre", "S S", "mix"),
+    FormRow("attn.hc_post ffn.hc_post", "S D"),
+    FormRow("attn.wq_b attn.inverse_rope", "H*d"),
+    FormRow("attn.q_head_norm_rope attn.attend", "H d"),
+    FormRow("attn.wkv attn.kv_norm_rope attn.kv_write", "d"),
+    FormRow("attn.compressor.proj", "c*d", "latent gate"),
+    FormRow(_POOL, "d", counts=RowUnit.OTHERS),
+    FormRow(_POOL, "m*c c*d", "state_latent state_gate", counts=RowUnit.SEQUENCES),
+    FormRow("attn.compressor.write", "d", counts=RowUnit.OTHERS),
+    FormRow("attn.indexer.compressor.proj", "c*id", "latent gate"),
+    FormRow(_INDEXER_POOL, "id", counts=RowUnit.OTHERS),
+    FormRow(_INDEXER_POOL, "m*c c*id", "state_latent state_gate", counts=RowUnit.SEQUENCES),
+    FormRow(f"{_POOL} {_INDEXER_POOL}", "", "entry_offsets", _I, RowUnit.BOUNDS),
+    FormRow("attn.wo_a", "g*ol"),
+    FormRow("ffn.shared.w13", "2*I"),
+    FormRow("ffn.shared.act", "I"),
 )
-_V32 = (
+V32_FORMS = (
     *_BOTH,
-    _FormRow("attn.norm ffn.norm norm", "D", "out residual"),
-    _FormRow("attn.wo ffn.w2", "D"),
-    _FormRow("attn.wq_b", "H*n+H*p"),
-    _FormRow("attn.rope", "H n+p", "q"),
-    _FormRow("attn.rope", "p", "key"),
-    _FormRow("attn.wkv_a attn.kv_write", "kl+p"),
-    _FormRow("attn.kv_norm", "kl"),
-    _FormRow("attn.wkv_b", "H*n+H*v"),
-    _FormRow("attn.indexer.wk attn.indexer.k", "id"),
-    _FormRow("attn.attend", "H*v"),
-    _FormRow("ffn.w13", "2*F"),
-    _FormRow("ffn.act", "F"),
-    _FormRow("ffn.shared.w13", "2*X"),
-    _FormRow("ffn.shared.act", "X"),
+    FormRow("attn.norm ffn.norm norm", "D", "out residual"),
+    FormRow("attn.wo ffn.w2", "D"),
+    FormRow("attn.wq_b", "H*n+H*p"),
+    FormRow("attn.rope", "H n+p", "q"),
+    FormRow("attn.rope", "p", "key"),
+    FormRow("attn.wkv_a attn.kv_write", "kl+p"),
+    FormRow("attn.kv_norm", "kl"),
+    FormRow("attn.wkv_b", "H*n+H*v"),
+    FormRow("attn.indexer.wk attn.indexer.k", "id"),
+    FormRow("attn.attend", "H*v"),
+    FormRow("ffn.w13", "2*F"),
+    FormRow("ffn.act", "F"),
+    FormRow("ffn.shared.w13", "2*X"),
+    FormRow("ffn.shared.act", "X"),
 )
-_CUT = {"latent": "kl", "rope": "p"}  # columns of V3.2's wkv_a and kv_write
 _OUTSIDE = {
     "tokens": SiteForm((), _I),
     "positions": SiteForm((), _I),
@@ -178,26 +177,33 @@ class ComponentForms(NamedTuple):
     outputs: Mapping[str, SiteForm]
 
 
-@singledispatch
+@dataclass(frozen=True, eq=False)
+class FormTable:
+    """The outputs of a family's roles, and the extents of inputs by how they come about (`via`)."""
+
+    outputs: tuple[FormRow, ...]
+    arriving: Mapping[str, str] = field(default_factory=dict)
+
+
 def declared_forms(config: Config, recipe: Recipe) -> Mapping[str, ComponentForms]:
     """Return the forms of every component outside drafters, by its name.
 
-    Plain values may stand wherever codes may: a kernel can quantise its input itself. A family
-    registers how, for its class of configs.
+    Plain values may stand wherever codes may: a kernel can quantise its input itself.
     """
-    del recipe
-    raise unknown_family(config)
+    found: Mapping[str, ComponentForms] = registered_for(config).forms(config, recipe)
+    return found
 
 
 @lru_cache(maxsize=8)
-def _declared_forms(config: Config, recipe: Recipe) -> Mapping[str, ComponentForms]:
+def tabled_forms(config: Any, recipe: Recipe, table: FormTable) -> Mapping[str, ComponentForms]:
+    """Return the forms that the rows of a table have under a config and a recipe."""
     found: dict[str, ComponentForms] = {}
     for component in (*components(config), *components(config, recipe)):
         if component.block is None or not component.block.is_drafter:
             known = found.get(component.name, ComponentForms({}, {}))
-            made = _component_forms(config, component.role, component.block)
+            made = _component_forms(config, table, component.role, component.block)
             outputs = {name: made[name] for name in component.outputs if name in made}
-            inputs = {**known.inputs, **_input_forms(config, component)}
+            inputs = {**known.inputs, **_input_forms(config, table, component)}
             found[component.name] = ComponentForms(inputs, {**known.outputs, **outputs})
     for component in components(config, recipe):
         codes = next((one for one in component.inputs if one.name == "codes"), None)
@@ -211,10 +217,6 @@ def _declared_forms(config: Config, recipe: Recipe) -> Mapping[str, ComponentFor
     return found
 
 
-declared_forms.register(V4Config, _declared_forms)
-declared_forms.register(V32Config, _declared_forms)
-
-
 def _quantised_forms(config: Config, recipe: Recipe, linear: Component) -> dict[str, SiteForm]:
     """Return the forms of a linear's input as codes; how scales lie is left to the kernel."""
     weight = parameter_named(config, linear.weights[0])
@@ -225,36 +227,36 @@ def _quantised_forms(config: Config, recipe: Recipe, linear: Component) -> dict[
     return {**found, "tensor_scale": _TENSOR_SCALE} if form.tensor_scale else found
 
 
-def _input_forms(config: Config, component: Component) -> Mapping[str, SiteForm]:
+def _input_forms(config: Config, table: FormTable, component: Component) -> Mapping[str, SiteForm]:
     found: dict[str, SiteForm] = {}
     for each in component.inputs:
-        form = _form_of_input(config, component, each, found)
+        form = _form_of_input(config, table, component, each, found)
         if form is not None:
             found[each.name] = form
     return found
 
 
 def _form_of_input(
-    config: Config, component: Component, each: Input, earlier: Mapping[str, SiteForm]
+    config: Config,
+    table: FormTable,
+    component: Component,
+    each: Input,
+    earlier: Mapping[str, SiteForm],
 ) -> SiteForm | None:
     if each.via in _OUTSIDE:
         return _OUTSIDE[each.via]
     if each.via == "state":
-        own = _component_forms(config, component.role, component.block).get(each.name)
+        own = _component_forms(config, table, component.role, component.block).get(each.name)
         kept = earlier.get(each.name.removeprefix(_STATE))
         return own or (kept and replace(kept, counts=RowUnit.OTHERS))
     if len(each.sources) != 1:
         return None
     source = each.sources[0]
-    form = _component_forms(config, source.role, _block_of(config, source)).get(
-        source.name or "out"
-    )
+    made = _component_forms(config, table, source.role, _block_of(config, source))
+    form = made.get(source.name or "out")
     if form is None or not each.via:
         return form
-    letters = shape_letters(config)
-    if each.via in _CUT:
-        return replace(form, row=extents_of(_CUT[each.via], letters))
-    return SiteForm(extents_of("S D", letters))
+    return replace(form, row=extents_of(table.arriving[each.via], shape_letters(config)))
 
 
 def _block_of(config: Config, site: Site) -> Block | None:
@@ -262,14 +264,16 @@ def _block_of(config: Config, site: Site) -> Block | None:
 
 
 @lru_cache(maxsize=1024)
-def _component_forms(config: Config, role: str, block: Block | None) -> Mapping[str, SiteForm]:
+def _component_forms(
+    config: Config, table: FormTable, role: str, block: Block | None
+) -> Mapping[str, SiteForm]:
     """Return the forms of what a role puts out where nothing is quantised."""
     if block is not None and block.is_drafter:
         return {}
     letters = shape_letters(config, block)
     return {
         name: SiteForm(_row(line.row, letters), line.holds, line.counts)
-        for line in (_V4 if isinstance(config, V4Config) else _V32)
+        for line in table.outputs
         if role in line.roles.split()
         for name in line.outputs.split()
     }

@@ -49,6 +49,7 @@ class LayerType(StrEnum):
     SPARSE = "compressed_sparse_attention"  # V4, ratio 4: window and the indexer's top-k
     HEAVY = "heavily_compressed_attention"  # V4, ratio 128: window and all complete groups
     INDEXED = "indexed_attention"  # V3.2: the indexer's top-k tokens
+    FULL = "full_attention"  # all tokens before
     TRACED = "traced"  # as transformers' own code says
 
 

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Self
 
 from degarble.harness.inference.generation import MOST_CONCURRENT, PREFILL_TOKENS
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 from degarble.harness.serve.messages import LOOPBACK, ApiError
 
 if TYPE_CHECKING:
@@ -170,15 +170,7 @@ def _told_bytes(request: SequenceRequest) -> int:
 def _state_bytes(request: SequenceRequest, config: Config) -> int:
     """Estimate the cached state of one sequence when it is complete."""
     tokens = len(request.prompt) + request.limits.new_tokens
-    if not isinstance(config, V4Config):
-        width = config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim
-        return tokens * config.num_hidden_layers * width * _STATE
-    values = 0
-    for ratio in config.compress_ratios[: config.num_hidden_layers]:
-        values += min(tokens, config.sliding_window + PREFILL_TOKENS) * config.head_dim
-        if ratio:
-            values += (tokens // ratio + 1) * (config.head_dim + config.index_head_dim)
-    return values * _STATE
+    return family_of(config).cached_values(config, tokens, PREFILL_TOKENS) * _STATE
 
 
 def _mib(nbytes: int) -> str:

@@ -24,7 +24,7 @@ from degarble.references import (
     numerics as rounding,
 )
 from degarble.references.components import common
-from degarble.references.facts import single, spans_of
+from degarble.references.facts import ReferenceTable, V32Facts, single, spans_of
 from degarble.references.linears import product
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.references.facts import Inputs, Outputs, Span, V32Facts, Weights
+    from degarble.references.facts import Inputs, Outputs, Span, Weights
 
     Function = Callable[[V32Facts, Inputs, Weights], Outputs]
 
@@ -204,10 +204,10 @@ def join(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     return {"out": torch.cat((inputs["e"], inputs["h"]), dim=-1)}
 
 
-ENDS: Mapping[str, Function] = MappingProxyType(
+_ENDS: Mapping[str, Function] = MappingProxyType(
     {"embed": common.embed, "norm": residual_norm, "head": common.head}
 )
-DRAFTER: Mapping[str, Function] = MappingProxyType(
+_DRAFTER: Mapping[str, Function] = MappingProxyType(
     {
         "embed": common.embed,
         "enorm": common.norm,
@@ -218,7 +218,7 @@ DRAFTER: Mapping[str, Function] = MappingProxyType(
         "head": common.head,
     }
 )
-BLOCK: Mapping[str, Function] = MappingProxyType(
+_BLOCK: Mapping[str, Function] = MappingProxyType(
     {
         "attn.norm": residual_norm,
         "attn.wq_a": common.linear,
@@ -254,3 +254,4 @@ BLOCK: Mapping[str, Function] = MappingProxyType(
         "ffn.moe_sum": experts.moe_sum,
     }
 )
+REFERENCE = ReferenceTable(V32Facts, _ENDS, _BLOCK, _DRAFTER, scoring="sigmoid")

@@ -25,7 +25,7 @@ from degarble.references import (
     numerics as rounding,
 )
 from degarble.references.components import common
-from degarble.references.facts import single, spans_of
+from degarble.references.facts import ReferenceTable, V4Facts, single, spans_of
 from degarble.references.linears import activation_values, product, reads_as_stored, weight_values
 from degarble.references.numerics import cast
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.references.facts import Inputs, Outputs, Span, V4Facts, Weights
+    from degarble.references.facts import Inputs, Outputs, Span, Weights
 
     Function = Callable[[V4Facts, Inputs, Weights], Outputs]
 
@@ -344,11 +344,11 @@ def topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     return {"experts": expert_TK, "weights": weight_TK}
 
 
-ENDS: Mapping[str, Function] = MappingProxyType(
+_ENDS: Mapping[str, Function] = MappingProxyType(
     {"embed": common.embed, "hc_head": hc_head, "norm": common.norm, "head": common.head}
 )
 # The MTP block's own components, before and after an ordinary block.
-DRAFTER: Mapping[str, Function] = MappingProxyType(
+_DRAFTER: Mapping[str, Function] = MappingProxyType(
     {
         "embed": draft_embed,
         "enorm": common.norm,
@@ -361,7 +361,7 @@ DRAFTER: Mapping[str, Function] = MappingProxyType(
         "head": common.head,
     }
 )
-BLOCK: Mapping[str, Function] = MappingProxyType(
+_BLOCK: Mapping[str, Function] = MappingProxyType(
     {
         "attn.hc_pre": hc_pre,
         "attn.norm": common.norm,
@@ -402,3 +402,4 @@ BLOCK: Mapping[str, Function] = MappingProxyType(
         "ffn.hc_post": hc_post,
     }
 )
+REFERENCE = ReferenceTable(V4Facts, _ENDS, _BLOCK, _DRAFTER, scoring="sqrtsoftplus")

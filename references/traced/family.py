@@ -11,22 +11,14 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, Undecided
-from degarble.harness.model.components import (
-    Component,
-    Input,
-    components_by_recipe,
-    quantised_input,
-)
-from degarble.harness.model.config.json_file import config_to_dict
-from degarble.harness.model.parameters import Parameter, Row, parameter_named, parameters
+from degarble.harness.model.components import Component, Input, quantised_input
+from degarble.harness.model.parameters import Parameter, Row, parameter_named
 from degarble.harness.model.recipes import Recipe
-from degarble.harness.model.site_forms import declared_forms
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
 from degarble.references.binding import BoundModel, FetchedWeights
@@ -44,7 +36,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.model.site_forms import ComponentForms
     from degarble.references.facts import Inputs, Outputs, Span, Weights
 
 FAMILY = "traced"
@@ -194,7 +185,8 @@ def keeps_state(component: TracedComponent) -> bool:
     return component.kind is BoundaryKind.CACHE or component.is_recurrent
 
 
-def _components(config: TracedConfig, recipe: Recipe) -> tuple[Component, ...]:
+def traced_components(config: TracedConfig, recipe: Recipe) -> tuple[Component, ...]:
+    """List the components of the trace, with the quantised inputs of a recipe."""
     return tuple(component for component, _ in _pairs(config, recipe))
 
 
@@ -277,7 +269,8 @@ def logical_name(parameter: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _parameters(config: TracedConfig) -> tuple[Parameter, ...]:
+def traced_parameters(config: TracedConfig) -> tuple[Parameter, ...]:
+    """List every parameter that a component reads."""
     graph, found = config.graph, dict[str, Parameter]()
     for traced in graph.components:
         for name in traced.parameters:
@@ -293,20 +286,6 @@ def _parameters(config: TracedConfig) -> tuple[Parameter, ...]:
             row = Row(local_name(logical_name(name), block), name, "", kind, Dtype.BF16, reader)
             found[logical_name(name)] = Parameter(logical_name(name), held.shape, row, block)
     return tuple(found.values())
-
-
-def _forms(_config: TracedConfig, _recipe: Recipe) -> Mapping[str, ComponentForms]:
-    return MappingProxyType({})
-
-
-def _stated(config: TracedConfig, _spelling: str = "released") -> dict[str, Any]:
-    return dict(config.raw)
-
-
-components_by_recipe.register(TracedConfig, _components)
-config_to_dict.register(TracedConfig, _stated)
-parameters.register(TracedConfig, _parameters)
-declared_forms.register(TracedConfig, _forms)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from degarble.harness.formats.dialects import DIALECTS
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, ELEMENT_FORMATS
 from degarble.harness.history.records import MEASURES
 from degarble.harness.model.components import components
-from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.recipes import RECIPE_NAMES
 from degarble.harness.museum.plants import roles_of
 from degarble.harness.nightly.table import STEPS
@@ -32,6 +31,7 @@ from degarble.kernels.runtime.targets import TARGETS
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.suites.house.command_line import commands, parameters
 from degarble.suites.house.repository import ROOT, modules, shown, tree
+from degarble.suites.support.families import LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

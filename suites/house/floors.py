@@ -58,6 +58,8 @@ UNITS: Mapping[str, Unit] = {
     "backends": _row(4, f"{_BELOW_BINDING} chat inference"),
     "generate": _row(4, f"{_BELOW_BINDING} chat inference backends"),
     "capture": _row(4, f"{_BELOW_BINDING} chat inference backends generate"),
+    # Found by entry points, imported by nobody below the edge: a family may know every floor.
+    "families": _row(4, f"{_BELOW_BINDING} chat inference backends generate capture"),
     "commands": _row(4, f"{_BELOW_BINDING} chat inference backends generate capture"),
     "museum": _row(4, f"{_BELOW_BINDING} chat inference backends generate capture commands"),
     "nightly": _row(4, f"{_BELOW_BINDING} {_BINDING.removesuffix(' nightly')}"),
@@ -67,7 +69,7 @@ UNITS: Mapping[str, Unit] = {
     "serve": _row(5, f"{_ALL_BELOW_EDGE} api"),
     "vllm": _row(5, f"{_ALL_BELOW_EDGE} api serve"),
     "cli": _row(5, f"{_ALL_BELOW_EDGE} api serve vllm plugins"),
-    "suites": _row(5, f"{_ALL_BELOW_EDGE} api plugins serve vllm cli"),
+    "suites": _row(5, f"{_ALL_BELOW_EDGE} families api plugins serve vllm cli"),
     "conftest": _row(5, "plugins"),
 }
 

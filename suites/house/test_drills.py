@@ -1,7 +1,6 @@
-"""Three drills: a new format, fault and kernel, each made in a copy of the tree and put to work.
+"""Drills: a new format, fault, kernel and model family, made in a copy of the tree and put to work.
 
-The files that a drill edits are those that docs/architecture.md names. A new model family touches
-too many places to be a drill.
+The files that a drill edits are those that docs/architecture.md names.
 """
 
 from __future__ import annotations
@@ -115,6 +114,56 @@ form = choose_scale_form(ScaleProblem(64, 0.5), "sm_90a")
 print("add.rn.f32" in kernel.compile_form(form, CompileSettings()).ptx)
 """
 
+FAMILY = (
+    Edit(
+        "pyproject.toml",
+        'traced = "degarble.harness.families.traced:FAMILY"\n',
+        'traced = "degarble.harness.families.traced:FAMILY"\n'
+        'plain = "degarble.harness.families.plain.family:FAMILY"\n',
+    ),
+)
+CHECKPOINT = """
+import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from degarble.harness.model.config.json_file import config_from_dict, config_to_dict
+from degarble.harness.model.layouts import layout_named
+from degarble.harness.model.parameters import parameters
+from degarble.references.weights import random_weights
+
+folder = Path(sys.argv[1])
+folder.mkdir()
+config = config_from_dict({
+    "model_type": "plain", "vocab_size": 96, "hidden_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 256,
+})
+(folder / "config.json").write_text(json.dumps(config_to_dict(config)))
+weights = random_weights(config, 1, torch.bfloat16)
+layout = layout_named("official", config)
+save_file(
+    {
+        layout.path_of(each, config) + ".weight": weights[each.name].values(torch.bfloat16)
+        for each in parameters(config)
+    },
+    folder / "model.safetensors",
+)
+letters = {chr(code): code - 32 for code in range(32, 127)}
+words = Tokenizer(models.WordLevel(letters, unk_token=" "))
+words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+words.save(str(folder / "tokenizer.json"))
+"""
+PATCH = """
+def patch(candidate):
+    call = candidate.components["layers.1.attn.attend"]
+
+    def louder(inputs, weights):
+        return {"out": call(inputs, weights)["out"] * 1.25}
+
+    candidate.components["layers.1.attn.attend"] = louder
+"""
+
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
@@ -138,8 +187,8 @@ def edit(copy: Path, edits: tuple[Edit, ...]) -> None:
         (copy / each.file).write_text(text.replace(each.old, each.new), encoding="utf-8")
 
 
-def run(copy: Path, *line: str) -> str:
-    """Run Python in the copy; return what it prints."""
+def run(copy: Path, *line: str, status: int = 0) -> str:
+    """Run Python in the copy; return what it prints, refusals last."""
     done = subprocess.run(
         [sys.executable, *line],
         cwd=copy,
@@ -149,8 +198,8 @@ def run(copy: Path, *line: str) -> str:
         timeout=HANG_SECONDS,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
 
 
 def test_a_number_format_is_one_record(copy: Path) -> None:
@@ -183,3 +232,23 @@ def test_a_kernel_is_a_module_and_a_row(copy: Path) -> None:
     shifted = shifted.replace("launch_scale", "launch_shift").replace("def scale(", "def shift(")
     (copy / "kernels" / "rows" / "simt_shift.py").write_text(shifted, encoding="utf-8")
     assert run(copy, "-c", COMPILE).strip() == "True"
+
+
+def test_a_model_family_is_a_folder_and_an_entry_point(copy: Path) -> None:
+    edit(copy, FAMILY)
+    new = copy / "harness" / "families" / "plain"
+    shutil.move(copy / "suites" / "house" / "plain_family", new)
+    for path in new.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace("suites.house.plain_family", "harness.families.plain"))
+    (copy / "patch.py").write_text(PATCH, encoding="utf-8")
+    command, checkpoint = ("-m", "degarble.harness.cli.main"), str(copy / "checkpoint")
+    run(copy, "-c", CHECKPOINT, checkpoint)
+    asked = (*command, "capture", checkpoint, "--prompt", "the quick brown fox", "--out")
+    run(copy, *asked, "healthy")
+    said = run(copy, *command, "check", "healthy", "--reference", checkpoint)
+    assert "AGREES" in said
+    assert "judged       27 components, 108 calls" in said
+    run(copy, *asked, "louder", "--patch", "patch.py")
+    said = run(copy, *command, "check", "louder", "--reference", checkpoint, status=1)
+    assert "layers.1.attn.attend" in said

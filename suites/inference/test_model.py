@@ -17,7 +17,6 @@ from degarble.harness.formats.weight import Weight
 from degarble.harness.inference import devices
 from degarble.harness.inference.model import HELD_VALUES, open_model, threads_for
 from degarble.harness.model.config.config import V4_FLASH
-from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.parameters import parameter_named
 from degarble.harness.model.recipes import Formats, recipe_named
 from degarble.harness.report.verdict import Verdict
@@ -28,6 +27,7 @@ from degarble.suites.checkpoint.reading_cases import TINY_V4
 from degarble.suites.commands.check.test_check import captured
 from degarble.suites.inference.speaking_cases import ids, speaker
 from degarble.suites.serve.talking_cases import CONFIGS, write_speaker
+from degarble.suites.support.families import LAYOUTS
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:

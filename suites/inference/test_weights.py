@@ -20,11 +20,11 @@ from degarble.harness.inference import weights
 from degarble.harness.inference.model import open_model
 from degarble.harness.inference.weights import HeldWeights, StreamedWeight, StreamedWeights
 from degarble.harness.model.config.config import small_v4
-from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.model import Sequence
 from degarble.references.weights import quantised_weights, random_weights
 from degarble.suites.checkpoint.reading_cases import TINY_V4
+from degarble.suites.support.families import LAYOUTS
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:

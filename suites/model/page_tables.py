@@ -20,7 +20,7 @@ from degarble.harness.model.config.config import (
     V4Config,
     compressor_windows,
 )
-from degarble.harness.model.layouts import LAYOUTS, Layout, layout_named
+from degarble.harness.model.layouts import Layout, layout_named
 from degarble.harness.model.parameters import (
     EXPERT,
     V4_BLOCK,
@@ -34,12 +34,14 @@ from degarble.harness.model.parameters import (
     parameters,
 )
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
-from degarble.harness.model.sharding import STYLES, ShardCut
 from degarble.harness.model.tensors import tensors_of
 from degarble.harness.model.types import Block, Kind, LayerType, MlpType
+from degarble.suites.support.families import LAYOUTS, STYLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from degarble.harness.model.sharding import ShardCut
 
 DSPARK = {"dspark first", "dspark last"}
 MODELS: dict[str, Config] = {"V4-Pro": V4_PRO, "V4-Flash": V4_FLASH, "V3.2": V3_2}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, UnknownName
-from degarble.harness.model import components as module
+from degarble.harness.families.deepseek_v4.family import DeepSeekV4
 from degarble.harness.model import components as wiring
 from degarble.harness.model.components import (
     OUTSIDE,
@@ -118,12 +118,9 @@ def loose_ends(found: Iterable[Component]) -> list[str]:
 
 def test_a_wrong_producer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [replace_input(line, "attn.wq_b") for line in wiring.V4_BLOCK_WIRING]
-    monkeypatch.setattr(wiring, "V4_BLOCK_WIRING", tuple(lines))
-    module._components.cache_clear()
-    try:
-        found = loose_ends(components(small_v4(compress_ratios=(0,) * 5)))
-    finally:
-        module._components.cache_clear()
+    changed = replace(DeepSeekV4.wiring, block=tuple(lines))
+    monkeypatch.setattr(DeepSeekV4, "wiring", changed)
+    found = loose_ends(components(small_v4(compress_ratios=(0,) * 5)))
     assert found == [f"{b.prefix}.attn.wq_b.in.x" for b in small_v4().blocks]
 
 

@@ -15,10 +15,11 @@ from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO, small_v
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameter_named, parameters
 from degarble.harness.model.recipes import recipe_named
-from degarble.harness.model.sharding import STYLES, ShardingPlan, part_boxes, plan, rank_tensors
+from degarble.harness.model.sharding import ShardingPlan, part_boxes, plan, rank_tensors
 from degarble.harness.model.tensors import PartKind, parts_of, tensors_of
 from degarble.harness.model.types import Box
 from degarble.suites.model.configs import configs
+from degarble.suites.support.families import STYLES
 
 if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config

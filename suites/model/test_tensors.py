@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, ShapeMismatch, UnknownName
-from degarble.harness.model import parameters as parameter_module
+from degarble.harness.families.deepseek_v4.family import DeepSeekV4
 from degarble.harness.model.config.config import (
     V3_2,
     V4_FLASH,
@@ -22,8 +22,15 @@ from degarble.harness.model.config.config import (
     small_v4,
     small_v32,
 )
-from degarble.harness.model.layouts import LAYOUTS, Layout, layout_named
-from degarble.harness.model.parameters import parameter_named
+from degarble.harness.model.layouts import Layout, layout_named
+from degarble.harness.model.parameters import (
+    V4_BLOCK,
+    V4_ENDS,
+    V4_MTP,
+    ParameterTable,
+    parameter_named,
+    parameters,
+)
 from degarble.harness.model.recipes import UNQUANTISED, Formats, Recipe, Rule
 from degarble.harness.model.tensors import (
     SUFFIXES,
@@ -39,6 +46,7 @@ from degarble.harness.model.tensors import (
 )
 from degarble.harness.model.types import Box, Dtype, StoredTensor
 from degarble.suites.model.configs import TINY_V4, TINY_V32, configs
+from degarble.suites.support.families import LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,14 +87,9 @@ def test_v4_flash_is_about_160_gb() -> None:
 
 
 def test_a_lost_row_changes_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = tuple(row for row in parameter_module.V4_BLOCK if row.name != "attn.attn_sink")
-    monkeypatch.setattr(parameter_module, "V4_BLOCK", kept)
-    listed: Any = parameter_module.parameters.dispatch(V4Config)
-    listed.cache_clear()
-    try:
-        assert len(tensors_of(V4_PRO, layout_named("official", V4_PRO))) == 145_116 - 62
-    finally:
-        listed.cache_clear()
+    kept = tuple(row for row in V4_BLOCK if row.name != "attn.attn_sink")
+    monkeypatch.setattr(DeepSeekV4, "rows", ParameterTable(V4_ENDS, kept, V4_MTP))
+    assert len(tensors_of(V4_PRO, layout_named("official", V4_PRO))) == 145_116 - 62
 
 
 HF, NINE, SEVEN = "model.layers.2.", "model.layers.9.", "model.layers.7.self_attn."
@@ -143,7 +146,7 @@ def test_known_tensors(
     number = int(next((word for word in name.split(".") if word.isdigit()), "-1"))
     only = [
         parameter
-        for parameter in parameter_module.parameters(config)
+        for parameter in parameters(config)
         if parameter.block is None or parameter.block.is_drafter or parameter.block.index == number
     ]
     found = {
@@ -192,13 +195,13 @@ def test_every_layout_stores_each_part_once_or_says_why_not(config: Config) -> N
         keys = [slot.key for slot in slots(config, layout)]
         assert len(set(keys)) == len(keys)
         stored = {name for name, _ in keys}
-        for parameter in parameter_module.parameters(config):
+        for parameter in parameters(config):
             reason = layout.omits(parameter, config)
             assert (parameter.name in stored) == (reason == "")
 
 
 def test_a_drafter_is_left_out_with_a_reason() -> None:
-    parameter = parameter_module.parameter_named(V4_PRO, "mtp.0.e_proj")
+    parameter = parameter_named(V4_PRO, "mtp.0.e_proj")
     assert "ignores the drafter" in layout_named("transformers", V4_PRO).omits(parameter, V4_PRO)
     assert layout_named("official", V4_PRO).omits(parameter, V4_PRO) == ""
 

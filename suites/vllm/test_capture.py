@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 from torch import distributed
 
-from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.base.errors import NotBuilt
 from degarble.harness.capture.capture import CaptureSettings, facts_of
 from degarble.harness.capture.engine.maps import vllm_component_maps
 from degarble.harness.capture.engine.ranks import APART, join_ranks
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.inference.model import open_model
-from degarble.harness.model.config.config import V4Config, small_v32
+from degarble.harness.model.config.config import small_v32
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.museum.torchrun import run_ranks
 from degarble.suites.vllm.vllm_ranks import PROMPTS, STEPS, captured
@@ -103,7 +103,5 @@ def test_faults_of_loading_and_of_ranks_are_found(two_ranks: Path) -> None:
 
 
 def test_another_family_is_refused() -> None:
-    config = small_v32()
-    assert not isinstance(config, V4Config)
-    with pytest.raises(InvalidArgument, match="family = 'deepseek_v32'"):
-        vllm_component_maps(config)
+    with pytest.raises(NotBuilt, match="modules of a model family = 'deepseek_v32'"):
+        vllm_component_maps(small_v32())

@@ -394,9 +394,8 @@ def _require_indexer(part: ComponentPart) -> None:
 
 
 def _indexer_rope(part: ComponentPart) -> tuple[Rope, str]:
-    if not part.v4:
-        return part.config.indexer_rope(), "halves"
-    return part.config.rope(part.component.block), "interleaved"
+    rope: Rope = part.config.indexer_rope(part.component.block)
+    return rope, str(rope.pairing)
 
 
 def _operand(
@@ -470,17 +469,20 @@ def pooled(part: ComponentPart) -> Compute:
     return compute
 
 
-def weights(part: ComponentPart) -> Compute:
-    """Compute weights of heads; a factor that is a power of two is folded into the matrix."""
+def weights(part: ComponentPart, *, in_bf16: bool) -> Compute:
+    """Compute weights of heads by a BF16 or an FP32 product.
+
+    A factor that is a power of two is folded into the matrix.
+    """
     c, name = part.config, part.name
     factor = float((c.index_head_dim * c.index_n_heads) ** -0.5)
     if part.format_of(name) != "BF16" or part.facts.activation(name) is not None:
         raise NoKernelError(f"no kernel has heads' weights of {part.format_of(name)}")
     within = torch.frexp(torch.tensor(factor)).mantissa == 0.5
     outputs, inner = part.shapes[name]
-    if part.v4:
+    if in_bf16:
         GemmProblem(1, outputs, inner)
-    stored = part.v4 and part.facts.numerics.switches.indexer_weights_in_storage_dtype
+    stored = in_bf16 and part.facts.numerics.switches.indexer_weights_in_storage_dtype
     out = "bf16" if stored else "fp32"
 
     def compute(work: ComponentCallWork) -> Outputs:
@@ -492,30 +494,33 @@ def weights(part: ComponentPart) -> Compute:
                 w.values(torch.bfloat16) * (factor if within else 1.0)
             ),
         )
-        if part.v4:
+        if in_bf16:
             problem = GemmProblem(x.shape[0], outputs, inner)
             (made,) = work.run("sm90_gemm_bf16", problem, a=x, b=weight)
         else:
             made = wide_product(work, x, weight, outputs)
-        kind = "bf16" if part.v4 else "fp32"
+        kind = "bf16" if in_bf16 else "fp32"
         if within and kind == out:
             return {"out": made}
         scaling = ScaleProblem(made.numel(), 1.0 if within else factor, kind, out)
         return {"out": work.run("simt_scale", scaling, values=made)[0]}
 
-    if part.v4 and part.target != SM90A.name:
+    if in_bf16 and part.target != SM90A.name:
         raise NoKernelError(f"the GEMM of bf16 has run on {SM90A.name} alone")
     return compute
 
 
-def scores(part: ComponentPart) -> Compute:
-    """Return scores of every visible entry, -inf elsewhere."""
+def scores(part: ComponentPart, *, may_store: bool) -> Compute:
+    """Return scores of every visible entry, -inf elsewhere.
+
+    `may_store`: a switch says whether they are kept in the storage dtype.
+    """
     _require_indexer(part)
     if part.target != SM90A.name:
         raise NoKernelError(f"the kernel is written for {SM90A.name}")
     heads, block = part.config.index_n_heads, part.component.block
-    ratio = block.ratio if part.v4 and block is not None else 1
-    stored = part.v4 and part.facts.numerics.switches.indexer_in_storage_dtype
+    ratio = max(1, block.ratio) if block is not None else 1
+    stored = may_store and part.facts.numerics.switches.indexer_in_storage_dtype
     arithmetic = "stored" if stored else "float32"
     ScoresProblem(1, heads, 1, 1, KeyPages("bf16", PAGE, 1), ratio, arithmetic)
 

@@ -7,6 +7,7 @@ for every other one.
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from degarble.harness.backends.cutedsl.kernels import (
 )
 from degarble.harness.backends.pairings import Paired, replace_call
 from degarble.harness.base.errors import Refused
+from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameter_named
 from degarble.harness.report.kernel_table import KernelTable
 from degarble.references.numerics import HeadNorm
@@ -75,9 +77,7 @@ PAIRINGS: Mapping[str, Pairing] = {
     "attn.compressor.pool": attention.pool,
     "attn.indexer.q": attention.queries,
     "attn.indexer.k": attention.keys,
-    "attn.indexer.weights_proj": attention.weights,
     "attn.indexer.compressor.pool": attention.pooled,
-    "attn.indexer.scores": attention.scores,
     "attn.indexer.topk": attention.topk,
     "ffn.experts.combine": experts.combine,
     "ffn.moe_sum": experts.moe_sum,
@@ -94,20 +94,24 @@ PAIRINGS: Mapping[str, Pairing] = {
     "ffn.shared.act": experts.shared_act,
     "ffn.shared.w2": linears.linear,
 }
-# Roles that a family has in a form of its own.
-_OF_V4: Mapping[str, Pairing] = {
+# Roles that a family has in a form of its own: ModelFamily.kernel_pairings.
+V4_PAIRINGS: Mapping[str, Pairing] = {
     "norm": rows.norm,
     "attn.norm": rows.norm,
     "ffn.norm": rows.norm,
     "attn.kv_write": rows.cache_row,
     "attn.attend": attention.attend,
+    "attn.indexer.weights_proj": partial(attention.weights, in_bf16=True),
+    "attn.indexer.scores": partial(attention.scores, may_store=True),
 }
-_OF_V32: Mapping[str, Pairing] = {
+V32_PAIRINGS: Mapping[str, Pairing] = {
     "norm": rows.residual_norm,
     "attn.norm": rows.residual_norm,
     "ffn.norm": rows.residual_norm,
     "attn.kv_write": attention.cache_row,
     "attn.attend": attention.attend_latent,
+    "attn.indexer.weights_proj": partial(attention.weights, in_bf16=False),
+    "attn.indexer.scores": partial(attention.scores, may_store=False),
 }
 
 
@@ -151,8 +155,8 @@ def use_kernels(bound: BoundModel, recipe: Recipe, kernels: Kernels) -> Paired:
 def decided(part: ComponentPart) -> Compute | str:
     """Return a component's kernels, or the reason why none computes it."""
     role = part.component.role
-    family = _OF_V4 if part.v4 else _OF_V32
-    pairing = family.get(role) or PAIRINGS.get(role)
+    family = family_of(part.config)
+    pairing = family.kernel_pairings().get(role) or PAIRINGS.get(role)
     if pairing is None and role.endswith(_ACT_QUANT):
         pairing = linears.act_quant
     if pairing is None:

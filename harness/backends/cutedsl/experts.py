@@ -395,13 +395,12 @@ def topk(part: ComponentPart) -> Compute:
     """Return the chosen experts and their weights."""
     c, name = part.config, part.name
     by_table = name.endswith("tid2eid")
-    grouped = not part.v4
     problem = RouterProblem(
         1, c.n_routed_experts, c.num_experts_per_tok, c.scoring_func,
         scale=c.routed_scaling_factor,
         epsilon=part.facts.numerics.switches.routing_epsilon,
-        groups=c.n_group if grouped else 1,
-        groups_kept=c.topk_group if grouped else 1,
+        groups=getattr(c, "n_group", 1),
+        groups_kept=getattr(c, "topk_group", 1),
         vocabulary=part.shapes[name][0] if by_table else 0,
     )  # fmt: skip
 

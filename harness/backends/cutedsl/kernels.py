@@ -15,7 +15,6 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, MissingDevice
 from degarble.harness.inference.weights import HeldWeight
-from degarble.harness.model.config.config import V4Config
 from degarble.harness.report.kernel_table import Launch
 from degarble.kernels.attention import problem as sparse_attention_problem
 from degarble.kernels.gemm import gemv_problem, w4a16_problem
@@ -64,11 +63,6 @@ class ComponentPart:
     def config(self) -> Any:
         """Return the model's config."""
         return self.facts.config
-
-    @property
-    def v4(self) -> bool:
-        """Return whether this is DeepSeek-V4."""
-        return isinstance(self.config, V4Config)
 
     @property
     def name(self) -> str:

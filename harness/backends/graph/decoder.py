@@ -24,7 +24,7 @@ from degarble.harness.backends.pairings import Paired
 from degarble.harness.base.errors import InvalidArgument, NotBuilt
 from degarble.harness.inference.generation import MOST_CONCURRENT
 from degarble.harness.inference.model import LogitsModel
-from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.family import family_of
 from degarble.kernels.indexer.problem import TopkProblem
 from degarble.kernels.rows.problem import EmbedProblem
 from degarble.kernels.runtime.targets import SM90A
@@ -81,16 +81,17 @@ class Decoder:
                 "target of a decoder", kernels.target, SM90A.name,
                 "Leave --graph out: what a layer launches has this form.",
             )  # fmt: skip
-        if isinstance(bound.config, V4Config):
-            return cls._of_v4(kernels, bound, recipe, (lanes, positions))
-        return cls._of_v32(kernels, bound, recipe, (lanes, positions))
+        size = lanes, positions
+        made: Decoder = family_of(bound.config).graph_decoder(kernels, bound, recipe, size)
+        return made
 
     @classmethod
-    def _of_v4(
+    def of_v4(
         cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, size: tuple[int, int]
     ) -> Decoder:
-        config, switches = bound.config, bound.numerics.switches
-        assert isinstance(config, V4Config), "asked by family"
+        """Lay out a V4 model."""
+        config: Any = bound.config
+        switches = bound.numerics.switches
         room = MemorySize(*size, config.sliding_window, entry_of(switches))
         laying = V4Layout(bound, config, recipe, kernels.device)
         layers = [laying.layer(block) for block in config.layers]
@@ -103,11 +104,12 @@ class Decoder:
         return cls(V4Steps(kernels, config, switches, room), laying.ends(), layers, memories)
 
     @classmethod
-    def _of_v32(
+    def of_v32(
         cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, size: tuple[int, int]
     ) -> Decoder:
-        config, switches = bound.config, bound.numerics.switches
-        assert isinstance(config, V32Config), "asked by family"
+        """Lay out a V3.2 model."""
+        config: Any = bound.config
+        switches = bound.numerics.switches
         # Every token has an entry: the window of a token is its own slot.
         room = MemorySize(*size, 1, entry_of(switches, _ENTRIES_V32))
         laying = V32Layout(bound, config, recipe, kernels.device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.files.records import site_of
 from degarble.harness.model.config.config import V4Config, compressor_windows
+from degarble.harness.model.family import family_of
 from degarble.harness.model.sites import Port
 from degarble.harness.model.types import LayerType, MlpType
 
@@ -165,11 +166,11 @@ def vllm_component_maps(config: Config, ranks: int = 1) -> list[ComponentMap]:
 
     On several `ranks` nobody shows the terms of moe_sum as they are added: each rank adds its own.
     """
-    if not isinstance(config, V4Config):
-        raise InvalidArgument(
-            "family", config.family, V4Config.family,
-            "Capture this model through our own references: leave --backend vllm out.",
-        )  # fmt: skip
+    return family_of(config).vllm_maps(config, ranks)
+
+
+def v4_component_maps(config: V4Config, ranks: int) -> list[ComponentMap]:
+    """Map vLLM's model of a V4 config."""
     tokens = argument_of("model.embed_tokens")
     maps = [ComponentMap("embed", {"tokens": tokens}, {"out": result_of("model.embed_tokens")})]
     for block in config.layers:

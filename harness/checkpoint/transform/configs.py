@@ -20,8 +20,7 @@ from degarble.harness.checkpoint.view.quantisation_configs import (
     HF_QUANT_CONFIG,
     quantisation,
 )
-from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.layouts import Spelling
+from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import BF16, Recipe, Rule
 from degarble.harness.model.tensors import PartKind
@@ -84,7 +83,7 @@ def config_files(config: Config, layout: Layout, source: Mapping[str, Any]) -> d
     """Write config.json and hf_quant_config.json; the source's other entries stay as they are."""
     raw = dict(source)
     raw.pop("quantization_config", None)
-    if isinstance(config, V4Config) and layout.spelling is Spelling.HUGGINGFACE:
+    if layout.spelling in family_of(config).transformers_config:
         renamed = json.loads(quantisation_configs.config_files(config, layout)[CONFIG])
         renamed.pop("quantization_config", None)
         raw = {**raw, **renamed}

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import LayoutMismatch, PartnersMismatch, UnknownName
 from degarble.harness.model.config.config import V4Config, V32Config
-from degarble.harness.model.layouts import layout_named, with_fused_compressors
+from degarble.harness.model.family import family_named, family_of
+from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import BF16
 from degarble.harness.model.tensors import PartKind, slots, suffixes_named
 
@@ -80,7 +81,9 @@ class Consumer:
 
 def _layout(name: str, config: Config) -> Layout:
     if name == FUSED_COMPRESSORS:
-        return with_fused_compressors(layout_named("official", config))
+        fused = family_of(config).with_engine_fusions(layout_named("official", config))
+        assert fused is not None, "listed for a family that has them"
+        return fused
     return layout_named(name, config)
 
 
@@ -175,14 +178,21 @@ def consumer_of(to: str, family: str) -> Consumer:
     """Return the consumer of a conversion's output."""
     if to not in _WRITTEN_FOR:
         raise UnknownName.among("conversion", to, _WRITTEN_FOR)
-    return _WRITTEN_FOR[to][family]
+    return _of_family(f"a checkpoint for {to}", _WRITTEN_FOR[to], family)
 
 
 def consumer_of_recipe(recipe: str, family: str) -> Consumer:
     """Return the consumer of what `quantise` writes by a built-in recipe."""
     if recipe not in _RECIPES_FOR:
         raise UnknownName.among("recipe", recipe, _RECIPES_FOR)
-    return _RECIPES_FOR[recipe][family]
+    return _of_family(f"a checkpoint of {recipe}", _RECIPES_FOR[recipe], family)
+
+
+def _of_family(what: str, known: Mapping[str, Consumer], family: str) -> Consumer:
+    if family not in known:
+        remedy = "Write it by a tool of this family; no consumer of it is known here."
+        raise family_named(family).lacks(what, remedy)
+    return known[family]
 
 
 def table() -> list[str]:

@@ -10,9 +10,9 @@ from fnmatch import translate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.version import VERSION
-from degarble.harness.model.config.config import Config, V4Config
 from degarble.harness.model.config.json_file import config_to_dict
-from degarble.harness.model.layouts import Spelling, layout_named
+from degarble.harness.model.family import family_of
+from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import BF16, Recipe, recipe_named
 from degarble.harness.model.types import Kind
@@ -20,6 +20,7 @@ from degarble.harness.model.types import Kind
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
+    from degarble.harness.model.config.config import Config
     from degarble.harness.model.layouts import Layout
     from degarble.harness.model.parameters import Parameter
 
@@ -69,7 +70,7 @@ _PACKED_GROUP = {
 def config_files(config: Config, layout: Layout) -> dict[str, bytes]:
     """Write the config files of a checkpoint in this layout."""
     saved = layout.name.startswith("transformers")
-    renamed = isinstance(config, V4Config) and layout.spelling is Spelling.HUGGINGFACE
+    renamed = layout.spelling in family_of(config).transformers_config
     raw = config_to_dict(config, "transformers" if saved or renamed else "released")
     raw.pop("quantization_config", None)
     stated, beside = quantisation(config, layout)
@@ -119,9 +120,8 @@ def quantisation(
     fields = {"quant_algo": _NVFP4, "kv_cache_quant_algo": None, "group_size": 16}
     beside = _beside({**fields, "exclude_modules": ignored})
     stated = {"quant_method": "modelopt", **fields}
-    if isinstance(config, V4Config):
-        return {**stated, "config_groups": groups, "ignore": ignored}, beside
-    return {**stated, "ignore": [*ignored, *fused_in_vllm(config, ignored)]}, beside
+    fused = fused_in_vllm(config, ignored)
+    return stated | family_of(config).modelopt_fields(groups, ignored, fused), beside
 
 
 def fused_in_vllm(config: Config, ignored: Collection[str]) -> list[str]:
@@ -378,10 +378,12 @@ class Statement:
     def _base(self, parameter: Parameter, text: str, *, explicit: bool) -> Promise:
         if self.base is None:
             return Promise(BF16, text, explicit=explicit)
-        return Promise(family_of(self.base.format_of(parameter).weight), text, explicit=explicit)
+        return Promise(
+            weight_family(self.base.format_of(parameter).weight), text, explicit=explicit
+        )
 
 
-def family_of(weight: str) -> str:
+def weight_family(weight: str) -> str:
     """Return a format's name as statements have it: they do not distinguish types of FP8 scales."""
     return FP8_BLOCKS if weight.startswith("FP8_128X128") else weight
 

@@ -42,8 +42,9 @@ from degarble.harness.checkpoint.read.types import (
 )
 from degarble.harness.checkpoint.view.modules import ModuleTable, StoredForm
 from degarble.harness.checkpoint.write.manifest import UNFINISHED, require_finished
-from degarble.harness.model.config.json_file import ARCHITECTURES, config_from_dict
-from degarble.harness.model.layouts import LAYOUTS
+from degarble.harness.model.config.json_file import config_from_dict
+from degarble.harness.model.family import model_types
+from degarble.harness.model.layouts import layouts_of
 from degarble.harness.model.parameters import EXPERT, parameter_named, parameters
 from degarble.harness.model.recipes import BF16, Recipe, Rule
 from degarble.harness.model.tensors import PartKind, slots
@@ -175,9 +176,9 @@ def logical_names(config: Config, table: ModuleTable) -> LogicalNames | None:
 def _spellings(config: Config) -> Iterator[Layout]:
     """Yield one layout for each combination of spelling and fusion."""
     seen = set()
-    for (family, _), layout in LAYOUTS.items():
+    for layout in layouts_of(config).values():
         way = (layout.spelling, layout.fusions)
-        if family == config.family and way not in seen:
+        if way not in seen:
             seen.add(way)
             yield layout
 
@@ -440,14 +441,14 @@ class _Opener:
 def model_of(config: Mapping[str, Any]) -> Config | None:
     """Return the config of a known family; None for another family, or without a config."""
     family = config.get("model_type")
-    if not config or family not in (None, *ARCHITECTURES):
+    if not config or family not in (None, *model_types()):
         return None
     for key in _COUNTS:
         count = config.get(key)
         if isinstance(count, (int, float)) and count > _LARGEST_COUNT:
             raise _implausible(key, count, f"at most {_LARGEST_COUNT}")
     model = config_from_dict(dict(config))
-    tensors = (model.num_hidden_layers + model.drafters) * 3 * model.n_routed_experts
+    tensors = (model.num_hidden_layers + model.drafters) * 3 * getattr(model, "n_routed_experts", 1)
     if tensors > MOST_TENSORS:
         raise _implausible("layers and experts", tensors, f"at most {MOST_TENSORS} expert weights")
     return model

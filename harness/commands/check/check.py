@@ -31,7 +31,6 @@ from degarble.harness.inference.generation import Continuation, Generation, Limi
 from degarble.harness.inference.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 from degarble.harness.inference.processes import usable_workers
 from degarble.harness.model.components import components
-from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
@@ -438,12 +437,12 @@ def require_same_model(config: Config, other: Config, path: Path) -> None:
     if TracedConfig.family in (config.family, other.family):
         _require_same_parameters(config, other, path)
         return
-    if isinstance(config, V4Config) != isinstance(other, V4Config):
+    if config.family != other.family:
         raise InvalidArgument(
             f"family of {path.name}", other.family, config.family, "Pass the BF16 source."
         )
     for name in _SHAPES:
-        mine, theirs = getattr(config, name), getattr(other, name)
+        mine, theirs = (getattr(each, name, None) for each in (config, other))
         if mine != theirs:
             raise InvalidArgument(
                 f"{name} of {path.name}", theirs, f"{mine}, that of the captured model",

@@ -41,6 +41,7 @@ from degarble.harness.engine.budget.rules import (
     summed,
 )
 from degarble.harness.formats.number_formats import BF16, FP32
+from degarble.harness.model.family import family_of
 from degarble.references.linears import weight_values
 from degarble.references.numerics import DecodedOperands
 
@@ -63,7 +64,7 @@ _SILU_ROUNDINGS = 12  # exponential and quotient, approximate ones included, two
 
 def budgets_of(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of every output of a component."""
-    whole, rule = WHOLE.get(call.role), RULES.get(call.role)
+    whole, rule = _own_rule(call) or WHOLE.get(call.role), RULES.get(call.role)
     if whole is not None:
         return whole(call)
     if rule is None:
@@ -81,7 +82,12 @@ def budgets_of(call: JudgeableCall) -> dict[str, Budget]:
 
 def has_rule(call: JudgeableCall) -> bool:
     """Tell whether outputs of a role are judged at all, as numbers or as codes."""
-    return call.role in WHOLE or call.role in RULES or is_coded(call)
+    return call.role in WHOLE or call.role in RULES or is_coded(call) or bool(_own_rule(call))
+
+
+def _own_rule(call: JudgeableCall) -> Whole | None:
+    """Return the rule of a component that its family alone has."""
+    return family_of(call.facts.config).budget_rules().get(call.role) if call.facts else None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from degarble.harness.model.config.json_file import config_from_dict, config_to_
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.report.files import usable_folder, whole_file, write_text
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import BoundModel
+from degarble.references.binding import bind
 from degarble.references.numerics import Mode, Numerics, Switches
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import FaultVariant
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.model.config.config import Config
+    from degarble.references.binding import BoundModel
 
     Tensors = Mapping[str, Tensor]
 
@@ -133,7 +134,7 @@ def _cut(
     """Return the case on K from `part[0]` to `part[1]`; None where it cannot be made."""
     try:
         weights = {prefix + name: _columns(weight, part) for name, weight in case.weights.items()}
-        twin = BoundModel(case.twin.config, case.twin.numerics, weights, case.recipe)
+        twin = bind(case.twin.config, case.twin.numerics, weights, case.recipe)
         inputs = _inputs(case.inputs, found, part)
         with torch.inference_mode():
             made = _made(case, twin, found, variant, part)
@@ -344,7 +345,7 @@ class Case:
             name: Weight(value=held.get("value"), input_scale=held.get("input_scale"))
             for name, held in parts.items()
         }
-        twin = BoundModel(config, _numerics_of(facts["numerics"]), _Some(weights), recipe)
+        twin = bind(config, _numerics_of(facts["numerics"]), _Some(weights), recipe)
         inputs, captured = (
             {n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{side}.")}
             for side in ("inputs", "captured")
@@ -441,7 +442,7 @@ def _fewest_columns(case: Case) -> Case:
     while size < len(order):
         rows = order[:size].sort().values
         cut = Weight(value=values[rows], input_scale=weight.input_scale)
-        twin = BoundModel(case.twin.config, case.twin.numerics, {prefix + name: cut}, case.recipe)
+        twin = bind(case.twin.config, case.twin.numerics, {prefix + name: cut}, case.recipe)
         small = replace(case, twin=twin, captured={"out": out[:, rows]})
         if any(
             result.verdict is Verdict.DIFFERS for result in small.judge(small.captured).values()
@@ -486,7 +487,7 @@ def _fewest_experts(case: Case) -> Case:
     }
     prefix = _prefix(case.twin.config, case.component, case.recipe)
     named = {prefix + name: weight for name, weight in kept.items()}
-    twin = BoundModel(case.twin.config, case.twin.numerics, _Some(named), case.recipe)
+    twin = bind(case.twin.config, case.twin.numerics, _Some(named), case.recipe)
     return replace(case, twin=twin)
 
 

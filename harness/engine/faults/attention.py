@@ -14,7 +14,7 @@ from degarble.harness.engine.faults.model_faults import (
     ModelFault,
     block_function,
     has_facts,
-    is_v4,
+    has_window,
     unrounded,
     with_facts,
     with_function,
@@ -27,7 +27,8 @@ from degarble.harness.engine.faults.model_faults import (
 from degarble.harness.engine.faults.rope import POOLS, rope_variant_of, rotate, turned
 from degarble.harness.engine.faults.weight_faults import once
 from degarble.harness.formats.weight import Weight
-from degarble.harness.model.config.config import V4Config, compressor_windows
+from degarble.harness.model.config.config import compressor_windows
+from degarble.harness.model.family import family_of
 from degarble.harness.report.number_text import number
 from degarble.references.elementary import rms_norm
 from degarble.references.facts import V4Facts, single, spans_of
@@ -248,16 +249,18 @@ def mscale_squared(config: Any) -> float:
 
 def has_mscale(config: Any) -> bool:
     """Return whether YaRN scales the model's logits; it never does in V4."""
-    return not isinstance(config, V4Config) and bool(config.yarn and config.yarn.mscale_all_dim)
+    yarn = family_of(config).logit_yarn(config)
+    return yarn is not None and bool(yarn.mscale_all_dim)
 
 
 def scaled(
     context: ComponentContext, words: str, factor: float, head: int | None = None
 ) -> FaultVariant:
     """Return the variant that multiplies the logits of all heads, or of one, by a factor."""
-    yarn = context.bound.config.yarn
+    config = context.bound.config
+    yarn = family_of(config).logit_yarn(config)
     where: dict[str, Any] = {"factor": factor} | ({} if head is None else {"head": head})
-    if head is None and not is_v4(context) and yarn is not None and yarn.factor > 1:
+    if head is None and yarn is not None and yarn.factor > 1:
         own = yarn.logit_scale
         mscale = (math.sqrt(own * factor) - 1) / (0.1 * math.log(yarn.factor))
         changed = replace(yarn, mscale=mscale or 1e-12, mscale_all_dim=mscale or 1e-12)
@@ -295,12 +298,7 @@ def _named(context: ComponentContext) -> Iterator[tuple[str, float]]:
         else:
             yield "logits times YaRN's mscale squared", square
             yield "logits times YaRN's mscale", math.sqrt(square)
-    if isinstance(config, V4Config):
-        own, parts = config.head_dim, {config.nope_head_dim, config.qk_rope_head_dim}
-    else:
-        own = config.qk_head_dim
-        parts = {config.qk_nope_head_dim, config.kv_lora_rank, config.v_head_dim}
-        parts.add(config.kv_lora_rank + config.qk_rope_head_dim)
+    own, parts = family_of(config).head_widths(config)
     for width in sorted(parts - {own}):
         yield f"logits scaled by {width}^-1/2", math.sqrt(own / width)
     yield "logits without a scale", math.sqrt(own)
@@ -527,7 +525,7 @@ def _softmax_merge_variants(context: ComponentContext) -> Iterator[FaultVariant]
             ("no sink", lambda sink: torch.full_like(sink, -torch.inf)),
         ):
             yield FaultVariant(words, with_weights(partial(_sink, change)))
-    for part in _SPLITS if is_v4(context) else ():
+    for part in _SPLITS if has_window(context) else ():
         words = f"sums of {part} keys each added as if their peaks were one"
         change = with_function(context, partial(by_lists, partial(in_parts, part)))
         yield FaultVariant(words, change, {"keys": part})
@@ -548,7 +546,7 @@ def _merge_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     if square != 1:
         found.append(("log-sums times YaRN's mscale squared", MergeRule(_power(square))))
         found.append(("log-sums without YaRN's mscale squared", MergeRule(_power(1 / square))))
-    if is_v4(context):
+    if has_window(context):
         found.append(("the sink counted in both parts", MergeRule(sinks=2)))
         found.append(("no sink", MergeRule(sinks=0)))
     for words, rule in found:
@@ -621,7 +619,9 @@ def _pooled(weigh: Any, facts: Any, inputs: Tensors, weights: Weights) -> Tensor
 
 def _has_parts(context: ComponentContext) -> bool:
     block = context.component.block
-    return context.role == _ROLE and block is not None and (not is_v4(context) or block.ratio > 0)
+    if context.role != _ROLE or block is None:
+        return False
+    return block.ratio > 0 or not has_window(context)
 
 
 SOFTMAX_MERGE_FAULTS = (
@@ -630,9 +630,7 @@ SOFTMAX_MERGE_FAULTS = (
         title="Partial softmaxes are merged with other weights than their sums",
         effect="one part of the context outweighs the other; contexts of one part are exact",
         remedy="Merge by exp(lse), all in one base and with one scale, and 0 where nothing is.",
-        applies_to=lambda context: (
-            _has_parts(context) or (context.role == _ROLE and is_v4(context))
-        ),
+        applies_to=lambda context: context.role == _ROLE,
         variants=_softmax_merge_variants,
     ),
     ModelFault(
@@ -779,7 +777,7 @@ def _ties_up_coarse(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _coarse_variants(context: ComponentContext) -> Iterator[FaultVariant]:
-    if not is_v4(context):  # the official V4 code stores BF16 here
+    if not family_of(context.bound.config).stores_indexer:  # else BF16 is what is stored
         yield FaultVariant("rounded to BF16", with_outputs(_as(torch.bfloat16)))
     yield FaultVariant("rounded to E4M3", with_outputs(_as(torch.float8_e4m3fn)))
     yield FaultVariant("rounded to E5M2", with_outputs(_as(torch.float8_e5m2)))

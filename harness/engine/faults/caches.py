@@ -12,13 +12,13 @@ from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
     Reach,
-    is_v4,
     with_inputs,
     with_outputs,
 )
 from degarble.harness.engine.faults.stale_memory import counts_of, differs
 from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.number_formats import E4M3
+from degarble.harness.model.family import family_of
 from degarble.harness.report.number_text import number
 from degarble.references.facts import spans_of
 from degarble.references.numerics import E4M3_LARGEST, FP8_FLOOR, power_of_two_above
@@ -206,14 +206,14 @@ _READ = {
 }
 
 
-def _latent(context: ComponentContext) -> int:
-    """Return the columns of a row that have scales."""
-    c = context.bound.config
-    return c.nope_head_dim if is_v4(context) else c.kv_lora_rank  # type: ignore[union-attr]
+def _latent(context: ComponentContext) -> tuple[int, int]:
+    """Return the columns of a row that have scales, and how many share one."""
+    config = context.bound.config
+    return family_of(config).cached_latent(config)
 
 
 def _written(context: ComponentContext, factor: float) -> FaultVariant:
-    width = _latent(context)
+    width, _ = _latent(context)
     words = f"latents written with a scale that is {number(factor)} times the reader's"
 
     def change(_inputs: Tensors, outputs: Tensors) -> Tensors:
@@ -230,7 +230,7 @@ def _written_variants(context: ComponentContext) -> Iterator[FaultVariant]:
 
 
 def _written_signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
-    width, c, e = _latent(context), record.outputs["out"], record.expected["out"]
+    (width, _), c, e = _latent(context), record.outputs["out"], record.expected["out"]
     gain = fitted(c[..., :width], e[..., :width]) if c.shape == e.shape else None
     if gain is not None:
         for value in _short(gain):
@@ -245,7 +245,7 @@ def _short(gain: float) -> Iterator[float]:
 
 def _block_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield variants that read codes with the scales of other blocks or rows."""
-    width, block = _latent(context), 64 if is_v4(context) else 128
+    width, block = _latent(context)
     for words, which in (
         ("every block with the scale of the first", lambda s: s[:, :1].expand(s.shape)),
         ("every row with the scales of the row before", lambda s: s.roll(1, 0)),

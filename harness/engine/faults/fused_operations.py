@@ -15,7 +15,7 @@ from degarble.harness.engine.faults.model_faults import (
     block_function,
     facts_at,
     from_variants,
-    is_v4,
+    has_clamp,
     unrounded,
     with_config,
     with_epsilon,
@@ -406,13 +406,13 @@ def _limit_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for limit in LIMITS:
         if limit != own:
             yield _with_limit(context, limit)
-    if own is None and not is_v4(context):
+    if own is None and not has_clamp(context):
         yield _with_limit(context, 0.5)
 
 
 def _with_limit(context: ComponentContext, limit: float | None) -> FaultVariant:
     words = "no clamp of gate and up" if limit is None else f"gate and up clamped at {limit:g}"
-    if is_v4(context):
+    if has_clamp(context):
         change = partial(with_config, swiglu_limit=float(limit or 0.0))
         return FaultVariant(words, with_facts(context, change), {"limit": limit or 0.0})
 
@@ -555,7 +555,7 @@ ACTIVATION_CONSTANT_FAULTS = (
         title="SwiGLU clamps in another place",
         effect="rows with large activations are wrong",
         remedy="Clamp gate from above and up on both sides, in front of SiLU and product.",
-        applies_to=lambda context: sits(context) and is_v4(context),
+        applies_to=lambda context: sits(context) and has_clamp(context),
         variants=_place_variants,
     ),
     ModelFault(

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.model.components import component_named
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 from degarble.references.binding import plain_call
-from degarble.references.components import v4 as components_v4
-from degarble.references.components import v32 as components_v32
-from degarble.references.facts import ModelFacts, V4Facts, V32Facts
+from degarble.references.facts import ModelFacts
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X, activation_values
 
 if TYPE_CHECKING:
@@ -76,8 +74,8 @@ class ComponentContext:
 
     @property
     def role(self) -> str:
-        """Return its name without the layer."""
-        return self.component.role
+        """Return its name without the layer, or the word by which it is judged instead."""
+        return self.component.judged_as
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -258,9 +256,15 @@ class ChangedWeights(Mapping[str, "Weight"]):
 _CODED = {CODES, BLOCK_SCALE, TENSOR_SCALE}
 
 
-def is_v4(context: ComponentContext) -> bool:
-    """Return whether the model is a V4."""
-    return isinstance(context.bound.config, V4Config)
+def has_window(context: ComponentContext) -> bool:
+    """Return whether tokens attend to lists of rows: a sliding window, and entries."""
+    config = context.bound.config
+    return family_of(config).earlier_window(config) is not None
+
+
+def has_clamp(context: ComponentContext) -> bool:
+    """Return whether the model's config states a clamp of SwiGLU."""
+    return hasattr(context.bound.config, "swiglu_limit")
 
 
 def facts_of(call: ComponentCall) -> ModelFacts | None:
@@ -381,7 +385,5 @@ def decoded(
 
 def block_function(facts: Any, role: str) -> Function:
     """Return the reference function of a role in this family."""
-    family: Any = components_v4 if isinstance(facts, V4Facts) else components_v32
-    assert isinstance(facts, V4Facts | V32Facts), "there are two families"
-    found: Function = family.BLOCK[role]
+    found: Function = family_of(facts.config).reference().block[role]
     return found

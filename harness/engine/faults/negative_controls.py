@@ -19,7 +19,6 @@ from degarble.harness.engine.faults.model_faults import (
     ChangedWeights,
     FaultVariant,
     facts_of,
-    is_v4,
     unrounded,
     with_facts,
     with_inputs,
@@ -228,7 +227,7 @@ def _scored(context: ComponentContext) -> bool:
 
 def _window_only(context: ComponentContext) -> bool:
     block = context.component.block
-    return block is not None and is_v4(context) and block.layer_type is LayerType.SLIDING
+    return block is not None and block.layer_type is LayerType.SLIDING
 
 
 CONTROLS = (

@@ -10,6 +10,7 @@ Shape letters: T tokens (or tokens and slots), C block scales of a token, b elem
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +24,8 @@ from degarble.harness.formats.codec import decode_array, encode_array, pack_nibb
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, Rounding
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.parameters import parameter_named
 from degarble.references import experts
-from degarble.references.facts import V4Facts, V32Facts
 from degarble.references.linears import holds_codes
 
 if TYPE_CHECKING:
@@ -90,11 +89,7 @@ def numbers(context: ComponentContext, inputs: Parts) -> Tensor:
     """Return the values that a component quantises: its input, or SwiGLU of it."""
     if context.role != _SWIGLU:
         return inputs["x"]
-    bound, block = context.bound, context.component.block
-    if isinstance(bound.config, V4Config):
-        facts: Any = V4Facts(bound.config, bound.numerics, block, {})
-    else:
-        facts = V32Facts(bound.config, bound.numerics, block, {})
+    facts = replace(context.bound.bound_to(context.name)[1], formats={})
     return experts.routed_act(facts, inputs, {})["out"]
 
 

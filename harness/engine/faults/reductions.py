@@ -13,7 +13,6 @@ from degarble.harness.engine.faults.model_faults import (
     ModelFault,
     Reach,
     facts_at,
-    is_v4,
     with_config,
     with_facts,
     with_inputs,
@@ -355,8 +354,7 @@ def _residual_arrives(context: ComponentContext) -> Iterator[FaultVariant]:
 
 
 def _where_residual(context: ComponentContext) -> bool:
-    inputs = {each.name for each in context.component.inputs}
-    return not is_v4(context) and "residual" in inputs
+    return "residual" in {each.name for each in context.component.inputs}
 
 
 def _first_differs(

@@ -21,7 +21,7 @@ from degarble.harness.engine.faults.model_faults import (
     with_numerics,
 )
 from degarble.harness.engine.faults.regions import differing
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.types import RopeEnd, RopePairing
 from degarble.references import elementary
 from degarble.references.facts import V4Facts, spans_of
@@ -373,9 +373,7 @@ _NUMBERED = _turns(
 def _base_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield every other base that a config knows or a release uses, with YaRN and without."""
     config, healthy = context.bound.config, rope_variant_of(facts_at(context), context.role)
-    own = [config.rope_theta]
-    if isinstance(config, V4Config):
-        own.append(config.compress_rope_theta)
+    own = family_of(config).rope_bases(config)
     seen = {healthy.rope}
     for theta, yarn in product(dict.fromkeys((*map(float, own), *THETAS)), (config.yarn, None)):
         rope = replace(healthy.rope, theta=theta, yarn=yarn)

@@ -19,12 +19,10 @@ from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
     Reach,
-    is_v4,
     with_function,
     with_inputs,
     with_outputs,
 )
-from degarble.harness.model.config.config import V32Config
 from degarble.harness.model.types import MlpType
 from degarble.harness.report.number_text import number
 from degarble.references import experts as routing
@@ -126,9 +124,10 @@ def _router_variant(context: ComponentContext, words: str, rules: RouterRules) -
 
 
 def _score_variants(context: ComponentContext) -> Iterator[FaultVariant]:
-    own = "sqrt(softplus) scores" if is_v4(context) else "sigmoid scores"
+    rooted = context.bound.config.scoring_func == "sqrtsoftplus"
+    own = "sqrt(softplus) scores" if rooted else "sigmoid scores"
     for words, score in _SCORES:
-        if words != own and (is_v4(context) or "BF16" not in words):
+        if words != own and (rooted or "BF16" not in words):
             yield _router_variant(context, words, RouterRules(score=score))
 
 
@@ -163,7 +162,7 @@ def _choice_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     yield _router_variant(context, "the bias taken away", RouterRules(bias=torch.neg))
     yield FaultVariant("routing applied twice", with_function(context, _twice))
     yield FaultVariant("the next best experts", with_function(context, partial(_next_best)))
-    if isinstance(config, V32Config) and config.n_group > 1:
+    if getattr(config, "n_group", 1) > 1:
         yield _router_variant(context, "no groups", RouterRules(groups=lambda biased, _c: biased))
         yield _router_variant(context, "groups by their best expert", RouterRules(groups=_by_best))
         yield _router_variant(context, "groups left out at 0", RouterRules(groups=_zeroed))
@@ -281,7 +280,7 @@ def _weighed(
 
 def _weighs(context: ComponentContext) -> bool:
     """Return whether the context multiplies slots by their weights: before w2, or in the sum."""
-    before = is_v4(context) and context.bound.numerics.switches.routing_weight_before_w2
+    before = context.bound.bound_to(context.name)[1].weight_before_w2
     return context.role == ("ffn.experts.act_quant" if before else "ffn.experts.combine")
 
 

@@ -21,7 +21,7 @@ from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
     Reach,
-    is_v4,
+    has_window,
     unrounded,
     with_config,
     with_facts,
@@ -255,10 +255,10 @@ def _seen_variants(context: ComponentContext) -> Iterator[FaultVariant]:
         yield FaultVariant("the newest entry not visible yet", with_outputs(_newest_masked))
         yield FaultVariant("the oldest entry not visible", with_outputs(_oldest_masked))
         yield FaultVariant("nothing visible", with_outputs(_all_masked))
-        if is_v4(context):
+        if context.component.block is not None and context.component.block.ratio:
             words = "an entry visible before its window is full"
             yield FaultVariant(words, with_function(context, _one_early))
-    elif is_v4(context):
+    elif has_window(context):
         window = context.bound.config.sliding_window  # type: ignore[union-attr]
         for other in (window - 1, max(1, window // 2), 1):
             words = f"a window of {other} and not {window}"
@@ -356,7 +356,7 @@ STALE_MEMORY_FAULTS = (
         effect="the newest or oldest rows are missing, or one is seen too early",
         remedy="Count what is visible by floor((t + 1) / ratio), and the token into its window.",
         applies_to=lambda context: (
-            context.role == _SCORES or (context.role == _ATTEND and is_v4(context))
+            context.role == _SCORES or (context.role == _ATTEND and has_window(context))
         ),
         variants=_seen_variants,
     ),
@@ -538,7 +538,7 @@ POISON_FAULTS = (
         title="Empty places of the lists of slots are read as the first slot",
         effect="tokens attend many times to a row of whoever has the cache's first slot",
         remedy="-1 is no slot: mask its logit, and do not clamp it to 0.",
-        applies_to=lambda context: context.role == "attn.attend" and is_v4(context),
+        applies_to=lambda context: context.role == "attn.attend" and has_window(context),
         variants=_slot_variants,
     ),
     ModelFault(
@@ -546,7 +546,7 @@ POISON_FAULTS = (
         title="Rows that do not exist take part in the softmax",
         effect="the first tokens of a sequence are too quiet",
         remedy="Mask rows in front of the sequence to -inf before the maximum.",
-        applies_to=lambda context: context.role == "attn.attend" and is_v4(context),
+        applies_to=lambda context: context.role == "attn.attend" and has_window(context),
         variants=_masked_variants,
     ),
     ModelFault(

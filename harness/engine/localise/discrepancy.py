@@ -14,7 +14,7 @@ from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.budget.budget import HEADROOM, DifferenceEvidence, spacing
 from degarble.harness.engine.compare.compare import TILE
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
-from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.sites import Port, Site
 
 if TYPE_CHECKING:
@@ -286,30 +286,12 @@ def _in_time(
 
 def constant_at(config: Config, component: Component, position: int) -> str:
     """Return the config's constant that a position equals; empty where it is none."""
-    block = component.block
-    known: dict[int, str] = {}
-    if isinstance(config, V4Config):
-        known[config.sliding_window] = f"the sliding window of {config.sliding_window}"
-        if block is not None and block.ratio:
-            ratio = block.ratio
-            known[ratio - 1] = f"the first entry of {ratio} tokens"
-            known[ratio] = f"the compress ratio {ratio}"
-            top = config.index_topk * ratio
-            if component.role.startswith("attn.indexer") or ratio == min_ratio(config):
-                known.setdefault(top + ratio - 1, f"after index_topk = {config.index_topk}")
-                known.setdefault(top, f"index_topk = {config.index_topk} entries")
-    elif isinstance(config, V32Config):
-        known[config.index_topk] = f"index_topk = {config.index_topk}"
+    known = family_of(config).named_positions(config, component)
     if position in known:
         return known[position]
     if position and position % TILE[0] == 0:
         return f"{position // TILE[0]} x {TILE[0]}"
     return ""
-
-
-def min_ratio(config: V4Config) -> int:
-    """Return the smallest compress ratio (layers with an indexer); 0 where none compresses."""
-    return min((block.ratio for block in config.layers if block.ratio), default=0)
 
 
 def _by_expert(

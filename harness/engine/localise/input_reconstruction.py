@@ -14,7 +14,8 @@ import torch
 from degarble.harness.engine.localise.discrepancy import source_of
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.engine.localise.replay import STATE, Batch, is_ragged
-from degarble.harness.model.config.config import V4Config, compressor_windows
+from degarble.harness.model.config.config import compressor_windows
+from degarble.harness.model.family import family_of
 from degarble.harness.model.types import LayerType
 
 if TYPE_CHECKING:
@@ -232,16 +233,10 @@ class InputReconstruction:
         self, made: Tensor, each: Input, call: CapturedCall, step: CapturedStep
     ) -> tuple[bool, Tensor | None]:
         """Return an output in the form in which it enters the next component."""
-        config = self._known.twin.config
-        if each.via == "streams":
-            assert isinstance(config, V4Config), "only V4 has streams"
-            return True, made.unsqueeze(1).expand(-1, config.hc_mult, *made.shape[1:])
-        if each.via in {"latent", "rope"}:
-            assert not isinstance(config, V4Config), "only V3.2 cuts rows"
-            width = config.kv_lora_rank
-            return True, made[..., :width] if each.via == "latent" else made[..., width:]
         if each.via:
-            return False, None
+            config = self._known.twin.config
+            arrived = family_of(config).arrived(config, each.via, made)
+            return arrived is not None, arrived
         rows = call.inputs[each.name].shape[:1]
         if rows and made.ndim and made.shape[0] == len(step.tokens) != rows[0]:
             last = [part.tokens.stop - 1 for part in self._parts[step.number]]
@@ -273,9 +268,9 @@ class InputReconstruction:
     def _window(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
         """Return the last rows of the window only: V4's attention is given no others."""
         config = self._known.twin.config
-        if name != "state_window" or not tensors or not isinstance(config, V4Config):
+        reach = family_of(config).earlier_window(config)
+        if name != "state_window" or not tensors or reach is None:
             return tensors
-        reach = config.sliding_window - 1
         # Each part has at least one row, so the last `reach` parts cover the window.
         rows = torch.cat(tensors[-max(1, reach) :])
         # Trap: with a window of one token, rows[-0:] would return all rows.

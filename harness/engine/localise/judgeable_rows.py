@@ -17,7 +17,7 @@ from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.faults.model_faults import facts_of, with_numerics
 from degarble.harness.engine.localise.replay import STATE, Batch, Replay, is_ragged, replayed, taken
 from degarble.harness.engine.localise.tensor_forms import LARGEST, finite
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 from degarble.references.binding import plain_call
 from degarble.references.facts import spans_of
 from degarble.references.linears import activation_values
@@ -248,9 +248,7 @@ def rows_by_sequence(
         spans = spans_of(inputs)
     except (*CANNOT_RUN, AssertionError):
         return None
-    return RowsBySequence(
-        component, spans, config.sliding_window - 1 if isinstance(config, V4Config) else 0
-    )
+    return RowsBySequence(component, spans, family_of(config).earlier_window(config) or 0)
 
 
 class RowsBySequence:

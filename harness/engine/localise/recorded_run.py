@@ -26,10 +26,8 @@ from degarble.harness.capture.files.records import (
     malformed,
 )
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
-from degarble.harness.model.config.config import V4Config
-from degarble.references.model import ModelV4, ModelV32, Sequence
-from degarble.references.traced.family import TracedModel
-from degarble.references.traced.model import TracedForward
+from degarble.harness.model.family import family_of
+from degarble.references.model import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -170,7 +168,7 @@ class InMemoryRun:
 
     def _step(
         self,
-        model: ModelV4 | ModelV32 | TracedForward,
+        model: Any,
         sequences: list[Sequence],
         tokens: list[Tensor],
         like: Phase | CapturedStep,
@@ -240,13 +238,8 @@ def _fed(step: CapturedStep, known: dict[int, Sequence]) -> tuple[list[Sequence]
     return sequences, [torch.tensor(ids) for ids in owned.values()]
 
 
-def _model(bound: BoundModel, *, absorbed: bool) -> ModelV4 | ModelV32 | TracedForward:
-    if isinstance(bound, TracedModel):
-        return TracedForward(bound)
-    config = bound.config
-    if isinstance(config, V4Config):
-        return ModelV4(bound, config)
-    return ModelV32(bound, config, absorbed=absorbed)
+def _model(bound: BoundModel, *, absorbed: bool) -> Any:
+    return family_of(bound.config).forward(bound, absorbed=absorbed)
 
 
 def _kept(tensor: Tensor) -> CapturedTensor:

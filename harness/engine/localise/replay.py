@@ -17,6 +17,7 @@ import torch
 from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
 from degarble.harness.model.components import components
+from degarble.references.binding import bind
 from degarble.references.linears import quantise_activations
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class TwinComponents:
     @cached_property
     def plain(self) -> BoundModel:
         """Return a twin with the same weights and without quantised activations."""
-        return type(self.twin)(self.twin.config, self.twin.numerics, self.twin.weights)
+        return bind(self.twin.config, self.twin.numerics, self.twin.weights)
 
     def activation(self, linear: str) -> str | None:
         """Return the format of a linear's quantised input; None where values arrive."""

@@ -266,6 +266,10 @@ class V4Config:
             yarn=self.yarn if compressed else None,
         )
 
+    def indexer_rope(self, block: Block) -> Rope:
+        """Return the RoPE of the indexer, that of its block."""
+        return self.rope(block)
+
     @property
     def nope_head_dim(self) -> int:
         """Return the dims of a head without rotation; these come first."""
@@ -292,6 +296,7 @@ class V32Config:
     """DeepSeek-V3.2. Constant for the family: MoE after the dense layers, untied head."""
 
     family: ClassVar[str] = "deepseek_v32"
+    dspark: ClassVar[None] = None
 
     vocab_size: int
     hidden_size: int
@@ -381,8 +386,9 @@ class V32Config:
         del block
         return self._rope(RopePairing.INTERLEAVED, RopeEnd.LAST)
 
-    def indexer_rope(self) -> Rope:
+    def indexer_rope(self, block: Block | None = None) -> Rope:
         """Return the indexer's RoPE; the code released before 2025-11-17 paired dims wrongly."""
+        del block
         return self._rope(RopePairing.HALVES, RopeEnd.FIRST)
 
     def _rope(self, pairing: RopePairing, end: RopeEnd) -> Rope:
@@ -403,10 +409,9 @@ class V32Config:
 Config = V4Config | V32Config
 
 
-def unknown_family(config: object) -> UnknownName:
-    """Return the error of a function that no family registered for this class of configs."""
-    name = getattr(config, "family", type(config).__name__)
-    return UnknownName.among("model family", str(name), (V4Config.family, V32Config.family))
+def has_parallel_drafter(config: object) -> bool:
+    """Return whether the drafter is a block-parallel one, DSpark."""
+    return getattr(config, "dspark", None) is not None
 
 
 def compressor_windows(block: Block) -> int:

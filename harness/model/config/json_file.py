@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from functools import singledispatch
 from math import nextafter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +29,7 @@ from degarble.harness.model.config.config import (
     require,
     require_yarn,
 )
+from degarble.harness.model.family import family_of, recognised
 from degarble.harness.model.types import LayerType, MlpType, Yarn
 
 if TYPE_CHECKING:
@@ -171,24 +171,32 @@ def rotary_dims(reader: Reader, head_dim: object) -> Any:
     return dims
 
 
-def write_rope(config: Config, spelling: str) -> dict[str, Any]:
-    """Spell the rotary facts of a record."""
+def write_v32_rope(config: V32Config, spelling: str) -> dict[str, Any]:
+    """Spell the rotary facts of a V3.2 config."""
     raw: dict[str, Any] = {"rope_theta": config.rope_theta}
     yarn = _yarn_facts(config.yarn)
-    if isinstance(config, V4Config):
-        raw |= _write_v4_rope(config, spelling)
     if spelling == "inference":
-        return raw | _inference_yarn(config)
+        mscale = {} if config.yarn is None else {"mscale": config.yarn.mscale_all_dim or 0}
+        return raw | mscale | _inference_yarn(config.yarn)
     if spelling == "released":
-        if isinstance(config, V4Config) and yarn.get("attention_factor") == 1:
-            del yarn["attention_factor"]  # no released V4 states it; 1 is what they mean
         return raw | {"rope_scaling": {"type": "yarn", **yarn} if yarn else None}
-    if isinstance(config, V4Config):
-        return raw
     return raw | {"rope_parameters": {"rope_theta": config.rope_theta, **_with_rope_type(yarn)}}
 
 
-def _write_v4_rope(config: V4Config, spelling: str) -> dict[str, Any]:
+def write_v4_rope(config: V4Config, spelling: str) -> dict[str, Any]:
+    """Spell the rotary facts of a V4 config."""
+    raw = {"rope_theta": config.rope_theta} | _second_base(config, spelling)
+    yarn = _yarn_facts(config.yarn)
+    if spelling == "inference":
+        return raw | _inference_yarn(config.yarn)
+    if spelling == "released":
+        if yarn.get("attention_factor") == 1:
+            del yarn["attention_factor"]  # no released V4 states it; 1 is what they mean
+        return raw | {"rope_scaling": {"type": "yarn", **yarn} if yarn else None}
+    return raw
+
+
+def _second_base(config: V4Config, spelling: str) -> dict[str, Any]:
     """Spell what V4 alone has: the second base, and rotary dims that are a part of the head."""
     raw: dict[str, Any] = {"compress_rope_theta": config.compress_rope_theta}
     if spelling != "transformers":
@@ -310,15 +318,13 @@ def _yarn_facts(yarn: Yarn | None) -> dict[str, Any]:
     return facts | ramp
 
 
-def _inference_yarn(config: Config) -> dict[str, Any]:
+def _inference_yarn(yarn: Yarn | None) -> dict[str, Any]:
     """Spell YaRN as the official code's flat keys; length 0 stands for none."""
-    yarn = config.yarn
     if yarn is None:
         return {"original_seq_len": 0}
     require(yarn.rotation_scale == 1, "mscale", yarn.mscale, _UNSCALED_ROPE)
     require(yarn.truncate, "truncate", yarn.truncate, "true: the official code has nothing else")
-    mscale = {} if isinstance(config, V4Config) else {"mscale": yarn.mscale_all_dim or 0}
-    return mscale | {
+    return {
         "original_seq_len": yarn.original_max_position_embeddings,
         "rope_factor": yarn.factor,
         "beta_fast": yarn.beta_fast,
@@ -425,30 +431,14 @@ def config_from_dict(raw: Mapping[str, Any]) -> Config:
     """Make the record of a config dict in any known spelling."""
     if not isinstance(raw, dict):
         raise InvalidArgument("config", raw, "a JSON object", "Pass what config.json holds.")
+    config: Config = recognised(raw).read(raw)
+    return config
+
+
+def read_v4(raw: Mapping[str, Any]) -> V4Config:
+    """Read a V4 config in any spelling."""
     reader = Reader(raw)
-    family = _family(reader)
-    return _read_v4(reader) if family == V4Config.family else _read_v32(reader)
-
-
-def _family(reader: Reader) -> str:
-    """Name the family, from model_type or, in the official code's file, from its own keys."""
-    name = reader.optional("model_type")
-    if name is None:
-        if "compress_ratios" in reader.raw:
-            return V4Config.family
-        require(
-            "kv_lora_rank" in reader.raw and "index_topk" in reader.raw,
-            "model_type",
-            "missing",
-            "a model_type, or the keys of an official inference config",
-        )
-        return V32Config.family
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise UnknownName.among("model_type", name, ARCHITECTURES)
-    return name
-
-
-def _read_v4(reader: Reader) -> V4Config:
+    reader.optional("model_type")
     values = reader.fields(V4_KEYS)
     reader.constants(V4_CONSTANTS)
     dspark = _dspark(reader)
@@ -467,7 +457,10 @@ def _read_v4(reader: Reader) -> V4Config:
     )
 
 
-def _read_v32(reader: Reader) -> V32Config:
+def read_v32(raw: Mapping[str, Any]) -> V32Config:
+    """Read a V3.2 config in any spelling."""
+    reader = Reader(raw)
+    reader.optional("model_type")
     values = reader.fields(V32_KEYS)
     reader.constants(V32_CONSTANTS | {"num_key_value_heads": values["num_attention_heads"]})
     types = reader.optional("layer_types")
@@ -581,7 +574,6 @@ def _leading(
     return count
 
 
-@singledispatch
 def config_to_dict(config: Config, spelling: str = "released") -> dict[str, Any]:
     """Spell a record as a config.json, for vLLM and transformers, or as the official code reads.
 
@@ -589,17 +581,39 @@ def config_to_dict(config: Config, spelling: str = "released") -> dict[str, Any]
     """
     if spelling not in SPELLINGS:
         raise UnknownName.among("spelling", spelling, SPELLINGS)
+    return family_of(config).write(config, spelling)
+
+
+def write_v4(config: V4Config, spelling: str) -> dict[str, Any]:
+    """Spell a V4 config."""
+    own = write_v4_rope(config, spelling) | _v4_layers_spelled(config, spelling)
+    return _written(config, spelling, V4_KEYS, own, V4_CONSTANTS)
+
+
+def write_v32(config: V32Config, spelling: str) -> dict[str, Any]:
+    """Spell a V3.2 config."""
+    own = write_v32_rope(config, spelling) | _v32_layers_spelled(config, spelling)
+    constants = V32_CONSTANTS | {"num_key_value_heads": config.num_attention_heads}
+    return _written(config, spelling, V32_KEYS, own, constants)
+
+
+def _written(
+    config: Config,
+    spelling: str,
+    keys: Iterable[ConfigKey],
+    own: Mapping[str, Any],
+    constants: Mapping[str, object],
+) -> dict[str, Any]:
+    """Spell what both families have, and the constants that the official code does not state."""
     official = spelling == "inference"
-    keys = V4_KEYS if isinstance(config, V4Config) else V32_KEYS
     raw = {
         (official and key.inference) or key.field: getattr(config, key.field)
         for key in keys
         if not (official and key.field in {"max_position_embeddings", "num_nextn_predict_layers"})
     }
-    raw |= write_rope(config, spelling)
-    raw |= _layers_spelled(config, spelling)
+    raw |= own
     if not official:
-        raw |= _constants(config)
+        raw |= constants
         raw["model_type"] = config.family
         raw["num_nextn_predict_layers"] = config.num_nextn_predict_layers
         if config.quantisation is not None:
@@ -608,23 +622,20 @@ def config_to_dict(config: Config, spelling: str = "released") -> dict[str, Any]
     return named | dict(config.other) | raw
 
 
-def _constants(config: Config) -> dict[str, object]:
-    if isinstance(config, V4Config):
-        return V4_CONSTANTS
-    return V32_CONSTANTS | {"num_key_value_heads": config.num_attention_heads}
+def _v32_layers_spelled(config: V32Config, spelling: str) -> dict[str, Any]:
+    """Spell what differs by layer."""
+    if spelling == "transformers":
+        dense = [block.mlp_type is MlpType.DENSE for block in config.layers]
+        return {
+            "mlp_layer_types": ["dense" if flag else "sparse" for flag in dense],
+            "layer_types": [block.layer_type.value for block in config.layers],
+        }
+    name = "n_dense_layers" if spelling == "inference" else "first_k_dense_replace"
+    return {name: config.first_k_dense_replace}
 
 
-def _layers_spelled(config: Config, spelling: str) -> dict[str, Any]:
+def _v4_layers_spelled(config: V4Config, spelling: str) -> dict[str, Any]:
     """Spell what differs by layer, and the drafter."""
-    if isinstance(config, V32Config):
-        if spelling == "transformers":
-            dense = [block.mlp_type is MlpType.DENSE for block in config.layers]
-            return {
-                "mlp_layer_types": ["dense" if flag else "sparse" for flag in dense],
-                "layer_types": [block.layer_type.value for block in config.layers],
-            }
-        name = "n_dense_layers" if spelling == "inference" else "first_k_dense_replace"
-        return {name: config.first_k_dense_replace}
     raw: dict[str, Any] = {}
     if config.dspark:
         raw = {f"dspark_{name}": getattr(config.dspark, name) for name in DSPARK_KEYS}

@@ -23,12 +23,13 @@ from degarble.harness.checkpoint.view.consumers import (
     name_coverage,
     table,
 )
-from degarble.harness.model.layouts import LAYOUTS, layout_named
+from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.harness.model.tensors import tensors_of
 from degarble.suites.campaigns.consumers import HEAD, asked, by_row, failures, line, rows_of
 from degarble.suites.campaigns.runner import CaseResult
 from degarble.suites.model.configs import TINY_V4, TINY_V32
+from degarble.suites.support.families import LAYOUTS
 from degarble.suites.vllm.test_proof import READ
 
 if TYPE_CHECKING:

@@ -17,16 +17,17 @@ from degarble.harness.checkpoint.view.quantisation_configs import (
     HF_QUANT_CONFIG,
     Promise,
     config_files,
-    family_of,
     quantisation,
     statements,
+    weight_family,
 )
 from degarble.harness.model.config.config import V4_PRO, small_v4, small_v32
 from degarble.harness.model.config.json_file import config_from_dict
-from degarble.harness.model.layouts import LAYOUTS, layout_named
+from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameter_named, parameters
 from degarble.harness.model.types import Kind
 from degarble.suites.checkpoint.structure_cases import V4, V32
+from degarble.suites.support.families import LAYOUTS
 
 if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
@@ -181,7 +182,7 @@ def test_every_layouts_own_config_promises_what_the_layout_holds(family: str, na
     for parameter in parameters(config):
         if parameter.kind is not Kind.LINEAR or layout.omits(parameter, config):
             continue
-        expected = family_of(recipe.format_of(parameter).weight)
+        expected = weight_family(recipe.format_of(parameter).weight)
         for statement in read:
             promise = statement.promise(parameter, layout.path_of(parameter, config))
             assert promise.format == expected, (parameter.name, promise)

@@ -28,11 +28,12 @@ from degarble.harness.model.config.config import (
     small_v4,
     small_v32,
 )
-from degarble.harness.model.layouts import LAYOUTS, layout_named
+from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.model.tensors import PartKind, slots, tensors_of
 from degarble.harness.model.types import Kind
 from degarble.suites.checkpoint.writing_cases import quick_folder, tree
+from degarble.suites.support.families import LAYOUTS
 from degarble.suites.support.synthetic import checkpoints as synthetic_panels
 from degarble.suites.support.synthetic import statistics as synthetic_statistics
 from degarble.suites.support.synthetic.checkpoints import (

@@ -34,15 +34,13 @@ from degarble.harness.checkpoint.audit.loader.maps import (
 )
 from degarble.harness.checkpoint.audit.loader.sources import require_unfused
 from degarble.harness.checkpoint.audit.structure.inventory import (
-    NVFP4_NAME,
     Inventory,
     stored_recipe,
 )
-from degarble.harness.model.config.config import V4Config, V32Config
-from degarble.harness.model.layouts import Layout, Spelling, layout_named
+from degarble.harness.model.family import family_of
+from degarble.harness.model.layouts import Layout, layout_named
 from degarble.harness.model.parameters import Parameter, parameters
-from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
-from degarble.harness.model.sharding import STYLES
+from degarble.harness.model.sharding import sharding_styles
 from degarble.harness.model.tensors import PartKind, parts_of, slots, suffixes_named
 
 if TYPE_CHECKING:
@@ -50,16 +48,12 @@ if TYPE_CHECKING:
 
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.layouts import Fusion
-    from degarble.harness.model.recipes import Formats
+    from degarble.harness.model.recipes import Formats, Recipe
     from degarble.harness.model.sharding import ShardCut
 
 ENGINES = ("vllm",)
-# It is fused with weights_proj, which is BF16: vLLM 0.33 models/deepseek_v32 (wk_weights_proj).
-_DEQUANTISED = "attn.indexer.wk"
 _DIVISORS = "compressed-tensors"
 _NO_DRAFTER = "the checkpoint has no drafter"
-# The spelling that vLLM's own mapper reads, by family.
-_READS = {V4Config.family: Spelling.DEEPSEEK, V32Config.family: Spelling.HUGGINGFACE}
 
 
 class Ranks(NamedTuple):
@@ -106,26 +100,9 @@ def _engine_recipe(inventory: Inventory, source: Layout) -> tuple[Recipe, tuple[
     config, stored = inventory.config, source.recipe_for(inventory.config)
     if inventory.fused:
         return stored, ()  # fused for this engine already, so it is built in the stored formats
-    formats = {linear.weight for linear in inventory.linears}
-    if isinstance(config, V4Config) and source.suffixes != _DIVISORS:
-        if formats == {BF16}:
-            return recipe_named("bf16", config), ()
-        experts = {linear.weight for linear in inventory.linears if _is_routed(linear.parameter)}
-        if NVFP4_NAME not in experts:
-            return recipe_named("official", config), ()
-        like = Rule("mtp.*.ffn.experts.*", NVFP4_NAME, NVFP4_NAME)
-        rules = recipe_named("nvfp4-experts", config).rules
-        return Recipe("nvfp4-experts, the drafter's too", (like, *rules)), ()
-    wk = [linear for linear in inventory.linears if linear.parameter.row.name == _DEQUANTISED]
-    if all(parameter.weight == BF16 for parameter in wk):
-        return stored, ()
-    rule = Rule(f"*.{_DEQUANTISED}", BF16)
-    recipe = Recipe(f"{stored.name}, wk dequantised", (rule, *stored.rules))
-    return recipe, (Convert(r"\.indexer\.wk$", "BF16"),)
-
-
-def _is_routed(parameter: Parameter) -> bool:
-    return parameter.expert is not None and not (parameter.block and parameter.block.is_drafter)
+    linears = [(linear.parameter, linear.weight) for linear in inventory.linears]
+    recipe, decoded = family_of(config).recipe_in_vllm(config, linears, stored, source.suffixes)
+    return recipe, tuple(Convert(pattern, "BF16") for pattern in decoded)
 
 
 class _Path(NamedTuple):
@@ -184,7 +161,7 @@ class _Maker:
                 f"the {self._engine.name} loader for {self._config.family} has no names for stacked"
                 " experts; this is one that copies parameters by their own names"
             )
-        elif self._source.spelling is not _READS[self._config.family]:
+        elif self._source.spelling is not family_of(self._config).spelling_in_vllm:
             yield (
                 f"the {self._engine.name} mapper for {self._config.family} does not know the names"
                 f" of this checkpoint ({self._source.spelling}); these renames are degarble's"
@@ -284,7 +261,7 @@ class _Maker:
 
     def _splits(self) -> Iterator[Split]:
         """Yield one rule for each stored part of a parameter that the engine shards."""
-        style = STYLES[self._config.family, "vllm"]
+        style = sharding_styles(self._config)["vllm"]
         for path in self._paths:
             parameter = path.parameter
             cut = style.get(parameter.row.name)

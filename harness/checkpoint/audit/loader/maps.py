@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.checkpoint.read.types import DTYPE_BITS
-from degarble.harness.model.config.json_file import ARCHITECTURES
+from degarble.harness.model.family import model_types
 from degarble.harness.model.types import Dtype
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def unknown_parameters(name: str) -> InvalidArgument:
     return InvalidArgument(
         name,
         "parameters that cannot be derived",
-        f"a readable config.json of {' or '.join(ARCHITECTURES)}, and names that fit it",
+        f"a readable config.json of {' or '.join(model_types())}, and names that fit it",
         "For another model pass --loader FILE.yaml that lists the engine's parameters:"
         " docs/loader-maps.md, `parameters`.",
     )

@@ -20,8 +20,8 @@ from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.view.quantisation_configs import (
     FP8_BLOCKS,
     Promise,
-    family_of,
     statements,
+    weight_family,
 )
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameters
@@ -148,7 +148,7 @@ def _report_promises(
         path = inventory.path_of(found)
         promises = [statement.promise(found.parameter, path) for statement in stated]
         engine = promises[0]
-        format_found = family_of(found.weight or "")
+        format_found = weight_family(found.weight or "")
         if engine.format not in (None, format_found):
             _report_contradiction(found, engine, inventory, findings)
         if any(None is not promise.format != engine.format is not None for promise in promises[1:]):
@@ -246,7 +246,7 @@ def _report_block_sizes(
 ) -> None:
     examples: dict[str, StoredParameter] = {}
     for linear in inventory.linears:
-        examples.setdefault(family_of(linear.weight or ""), linear)
+        examples.setdefault(weight_family(linear.weight or ""), linear)
     claims = [block for statement in stated for block in statement.blocks]
     for name, sizes in _BLOCKS.items():
         blocks = [claim for claim in claims if claim.format == name]

@@ -22,9 +22,8 @@ from degarble.harness.checkpoint.read.types import ProblemKind, shown
 from degarble.harness.checkpoint.view.consumers import LOADERS
 from degarble.harness.checkpoint.view.modules import suffix_of
 from degarble.harness.checkpoint.view.quantisation_configs import OTHER_METHODS
-from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.config.json_file import ARCHITECTURES
-from degarble.harness.model.layouts import FUSED_COMPRESSOR, Spelling, with_fused_compressors
+from degarble.harness.model.family import family_of, model_types
+from degarble.harness.model.layouts import FUSED_COMPRESSOR, Spelling
 from degarble.harness.model.parameters import parameter_named, parameters
 from degarble.harness.model.tensors import PartKind
 
@@ -372,7 +371,7 @@ def _report_no_model(checkpoint: Checkpoint, findings: Findings) -> None:
         NOWHERE,
         f"The parameters of a {shown(family)} model are not known here, so modules are judged one"
         " by one.",
-        f"Nothing; those of {' and '.join(ARCHITECTURES)} are judged as a whole.",
+        f"Nothing; those of {' and '.join(model_types())} are judged as a whole.",
     )
 
 
@@ -555,10 +554,11 @@ def _is_main_compressors(inventory: Inventory, parameter: Parameter, issue: Modu
 
 def _as_fused(names: LogicalNames) -> LogicalNames:
     """Return names under the layout with fused compressors if a module has such a name."""
-    is_v4 = isinstance(names.config, V4Config) and not names.layout.fusions
-    if is_v4 and any(module.endswith(FUSED_COMPRESSOR) for module in names.table.suffixes):
-        return replace(names, layout=with_fused_compressors(names.layout))
-    return names
+    fused = family_of(names.config).with_engine_fusions(names.layout)
+    if fused is None or names.layout.fusions:
+        return names
+    is_used = any(module.endswith(FUSED_COMPRESSOR) for module in names.table.suffixes)
+    return replace(names, layout=fused) if is_used else names
 
 
 def _report_engine_form(inventory: Inventory, findings: Findings) -> None:

@@ -44,7 +44,8 @@ from degarble.harness.formats.number_formats import (
     Rounding,
 )
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
+from degarble.harness.model.parameters import parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +77,7 @@ def to_deepgemm_wo_a(
 ) -> Iterator[ConversionUnit]:
     """List one unit for each layer."""
     model, _ = require_model(checkpoint, "deepgemm-wo-a")
-    if not isinstance(model, V4Config):
+    if not any(parameter.name.endswith(WO_A) for parameter in parameters(model)):
         raise LayoutMismatch(
             "source of deepgemm-wo-a",
             model.family,
@@ -88,8 +89,9 @@ def to_deepgemm_wo_a(
     ]
     if not found:
         raise LayoutMismatch("wo_a", "none", "at least one layer with it", "Look for lost shards.")
+    groups, _ = family_of(model).head_groups(model)
     for linear in chosen_linears(found, options.only):
-        yield unit_of(linear, names.module(linear.module), model.o_groups, options)
+        yield unit_of(linear, names.module(linear.module), groups, options)
 
 
 def unit_of(

@@ -42,7 +42,7 @@ from degarble.harness.formats.number_formats import (
     NVFP4,
     UE8M0,
 )
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import BF16, recipe_named
 from degarble.harness.model.tensors import PartKind
@@ -153,9 +153,9 @@ def to_fp8_block(
     model = checkpoint.model
     released = recipe_named("official", model) if model else None
     for linear in chosen_linears(linears(checkpoint), options.only):
-        expert = linear.parameter is not None and linear.parameter.expert is not None
-        of_v4 = isinstance(model, V4Config)
-        fmt = FP8_128X128_F32 if of_v4 and expert else BY_SCALE[options.scale]
+        fmt = BY_SCALE[options.scale]
+        if model is not None and linear.parameter is not None:
+            fmt = family_of(model).fp8_scales(linear.parameter, fmt)
         wanted = bool(options.only) or linear.weight.format is not None
         if not options.only and released is not None and linear.parameter is not None:
             wanted = released.format_of(linear.parameter).weight != BF16

@@ -54,8 +54,7 @@ from degarble.harness.checkpoint.view.view import Checkpoint, fingerprints
 from degarble.harness.checkpoint.write.plan import PlannedTensor
 from degarble.harness.checkpoint.write.workers import run_each
 from degarble.harness.checkpoint.write.writer import CompanionFiles
-from degarble.harness.formats.number_formats import FP8_128X128_F32
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import BF16, recipe_named
 
@@ -343,8 +342,14 @@ def _configs(job: ConversionJob) -> dict[str, bytes]:
     formats = formats_after(job)
     _require_one_way(job, formats)
     recipe = recipe_of(formats, names)
-    if isinstance(model, V4Config) and _has_fp8_experts(formats):
-        raw["expert_dtype"], model = "fp8", replace(model, expert_dtype="fp8")
+    experts = {
+        stored_format.weight
+        for name, stored_format in formats.items()
+        if ".experts." in name and name.startswith("layers.")
+    }
+    stated_experts: Mapping[str, Any] = family_of(model).stated_experts(experts)
+    raw |= stated_experts
+    model = replace(model, **stated_experts)
     if layout.suffixes == "compressed-tensors" and job.conversion.name != "bf16":
         layout = replace(layout, suffixes="huggingface")
     stated, beside = declared(model, layout.with_recipe(recipe))
@@ -385,16 +390,6 @@ def _left_plain(
 
 def _stack(path: str) -> str:
     return path.partition(".experts.")[0] + ".experts"
-
-
-def _has_fp8_experts(formats: Mapping[str, StoredFormat]) -> bool:
-    """Return whether the decoder's experts are FP8, which V4's config states in a separate key."""
-    return any(
-        ".experts." in name
-        and name.startswith("layers.")
-        and stored_format.weight == FP8_128X128_F32.name
-        for name, stored_format in formats.items()
-    )
 
 
 def _require_one_way(job: ConversionJob, formats: Mapping[str, StoredFormat]) -> None:

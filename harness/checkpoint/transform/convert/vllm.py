@@ -18,7 +18,7 @@ from degarble.harness.checkpoint.transform.proof.layouts import check_fused
 from degarble.harness.checkpoint.transform.source import chosen_linears, linears, require_model
 from degarble.harness.checkpoint.transform.units import ConversionUnit
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import BF16
 from degarble.harness.model.tensors import slots
@@ -163,11 +163,8 @@ def _cuts_a_scale(members: list[Parameter], weight: str) -> bool:
 
 
 def _format_of(model: Config, parameter: Parameter, stored: StoredFormat) -> StoredFormat:
-    if parameter.expert is not None or not isinstance(model, V4Config):
-        return stored
-    if parameter.row.name == "attn.wo_a" and not stored.weight.startswith("FP8"):
-        return StoredFormat(FP8, scaled=False)
-    return StoredFormat(BF16, scaled=False) if stored.weight == NVFP4 else stored
+    weight = family_of(model).format_in_vllm(parameter, stored.weight)
+    return stored if weight == stored.weight else StoredFormat(weight, scaled=False)
 
 
 def _require_nvfp4(parameter: Parameter, stored: StoredFormat, backend: str) -> None:

@@ -26,7 +26,7 @@ from degarble.harness.base.errors import InvalidArgument, UnreadableFile
 from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.json_scan import ObjectScanner
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.model.config.config import V32Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.types import Kind
@@ -201,7 +201,7 @@ class InputScales:
         amax = max((self._own(name).amax for name in self._partners(parameter)), default=0.0)
         if amax > own.amax:
             origin = ScaleOrigin.PARTNER
-        if parameter.expert is not None and isinstance(self._config, V32Config):
+        if parameter.expert is not None and family_of(self._config).input_scale_of_layer:
             layer = self._of_layers.get(self._key(parameter), 0.0)
             amax, origin = layer, ScaleOrigin.LAYER if layer > own.amax else ScaleOrigin.MEASURED
         if not amax:

@@ -41,7 +41,7 @@ from degarble.harness.checkpoint.write.writer import CompanionFiles, finish, wri
 from degarble.harness.formats.fast.nvfp4 import largest_finite
 from degarble.harness.formats.number_formats import MXFP4, NVFP4, ScaleDirection, block_format
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.family import family_of
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameter_named, parameters
 from degarble.harness.model.recipes import (
@@ -308,7 +308,6 @@ def _name(stored: StoredWeight) -> str:
 
 GENERATION = "2"  # of the bytes below: raise it when the same job gives other ones
 _NVFP4 = "NVFP4"
-_NO_DRAFTER = "the recipe nvfp4-full says nothing of the drafter"
 
 
 def recipe_for(name: str, config: Config) -> Recipe:
@@ -334,8 +333,8 @@ def target_layout(config: Config, recipe: Recipe) -> Layout:
     names for single ones. V4 with NVFP4 throughout has no format for the drafter.
     """
     layout = layout_named("official", config).with_recipe(recipe)
-    full = recipe.name == "nvfp4-full" and isinstance(config, V4Config)
-    return replace(layout, no_drafter=_NO_DRAFTER) if full else layout
+    omitted = family_of(config).omitted_drafter(recipe.name)
+    return replace(layout, no_drafter=omitted) if omitted else layout
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,11 @@ from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDir
 from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
-from degarble.harness.model.config.config import Config
+from degarble.harness.model.family import is_config
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.site_forms import ComponentForms, declared_forms
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import BoundModel
+from degarble.references.binding import bind
 from degarble.references.facts import local_name
 from degarble.references.numerics import Numerics
 
@@ -59,7 +59,9 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.diagnose.judge.operations import Defined
     from degarble.harness.model.components import Component
+    from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
+    from degarble.references.binding import BoundModel
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ def judge_component(
         recipe = recipe_named(recipe or "bf16", config)
     component = _component(name, config, recipe)
     given = _weights(component, weights)
-    bound = BoundModel(config, Numerics.twin().with_switches(**conventions), given, recipe)
+    bound = bind(config, Numerics.twin().with_switches(**conventions), given, recipe)
     forms = declared_forms(config, recipe).get(component.name, ComponentForms({}, {}))
     _require_inputs(component, inputs, forms)
     call = _replayed(bound, component, inputs, forms)
@@ -264,7 +266,7 @@ class Setting:
     def __post_init__(self) -> None:
         stated = read_conventions(self.conventions, "of the setting")
         object.__setattr__(self, "conventions", MappingProxyType(stated))
-        if self.config is not None and not isinstance(self.config, Config):
+        if self.config is not None and not is_config(self.config):
             raise InvalidArgument(
                 "config", type(self.config).__name__, "the config of a model",
                 "Read one with config_from_file.",

@@ -43,12 +43,13 @@ from degarble.harness.checkpoint.audit.loader.maps import (
 from degarble.harness.checkpoint.audit.loader.proof import prove
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.config.config import V4Config, V32Config
-from degarble.harness.model.layouts import LAYOUTS, layout_named
+from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.tensors import PartKind, tensors_of
 from degarble.harness.model.types import Dtype
 from degarble.suites.checkpoint.audit.loader.loader_cases import FIELD, Raw, inventory_of, map_of
 from degarble.suites.checkpoint.audit.loader.loader_vllm import v4_place, v32_place
 from degarble.suites.checkpoint.structure_cases import V4, V32, errors, told, write
+from degarble.suites.support.families import LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -56,7 +56,7 @@ from degarble.harness.checkpoint.audit.loader.targets import (
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, TensorEntry
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.layouts import LAYOUTS, layout_named
+from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameter_named
 from degarble.harness.model.sharding import plan, rank_tensors
 from degarble.harness.model.tensors import PartKind
@@ -73,6 +73,7 @@ from degarble.suites.checkpoint.audit.loader.loader_cases import (
 )
 from degarble.suites.checkpoint.audit.loader.loader_vllm import Rank, loaded, v4_place, v32_place
 from degarble.suites.checkpoint.structure_cases import V4, V32, errors, replant, told, write
+from degarble.suites.support.families import LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

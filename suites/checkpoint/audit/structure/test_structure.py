@@ -19,7 +19,7 @@ from degarble.harness.checkpoint.audit.structure.structure import audit_structur
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import MANIFEST
 from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.layouts import LAYOUTS, layout_named, with_fused_compressors
+from degarble.harness.model.layouts import layout_named, with_fused_compressors
 from degarble.suites.checkpoint.audit.planted_numbers import Bytes
 from degarble.suites.checkpoint.converting_cases import source
 from degarble.suites.checkpoint.reading_cases import write_shards
@@ -34,6 +34,7 @@ from degarble.suites.checkpoint.structure_cases import (
     write,
     zeros,
 )
+from degarble.suites.support.families import LAYOUTS
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
