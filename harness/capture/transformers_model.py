@@ -132,5 +132,5 @@ def require_traced(bound: Any) -> None:
         raise NotBuilt(
             "--backend transformers", bound.config.family,
             "a family that is read from transformers' own modules",
-            "Capture this family by torch, vllm, or degarble.harness.api.capture_module.",
+            "Capture this family by torch or vllm, or with degarble.harness.api.capture.",
         )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -131,11 +131,42 @@ class _Cutter:
         parameters += tuple(
             fact.name for fact in boundary.facts.values() if isinstance(fact, ParameterRef)
         )
-        self._add(
-            TracedComponent(
-                name, boundary.kind, inputs, dict(zip(names, boundary.outputs, strict=True)),
-                span, parameters, boundary.path, boundary.facts,
-            )
+        made = TracedComponent(
+            name, boundary.kind, inputs, dict(zip(names, boundary.outputs, strict=True)),
+            span, parameters, boundary.path, boundary.facts,
+        )  # fmt: skip
+        for part in self._without_choice(made):
+            self._add(part)
+
+    def _without_choice(self, router: TracedComponent) -> tuple[TracedComponent, ...]:
+        """Part a router into its logits and the choice among them, where that needs nothing else.
+
+        A choice can then be judged by the logits that a run really had.
+        """
+        if "logits" not in router.outputs:
+            return (router,)
+        logits, end = router.outputs["logits"], router.operations[-1] + 1
+        rest = {name: ref for name, ref in router.outputs.items() if ref != logits}
+        made = tuple(
+            number for number in self._back_to_known(logits, end)[0] if number in router.operations
+        )
+        self._known.add(logits.number)
+        ways = [self._back_to_known(ref, end) for ref in rest.values()]
+        self._known.discard(logits.number)
+        if any(sources != (logits,) for _, sources in ways):
+            return (router,)
+        chosen = tuple(sorted({number for taken, _ in ways for number in taken}))
+        operations = self._trace.operations
+        return (
+            replace(
+                router, outputs={"logits": logits}, operations=made,
+                parameters=_parameters(operations[number] for number in made),
+            ),
+            replace(
+                router, name=f"{router.name}.{BoundaryKind.TOPK}", kind=BoundaryKind.TOPK,
+                inputs={"logits": logits}, outputs=rest, operations=chosen,
+                parameters=_parameters(operations[number] for number in chosen),
+            ),
         )  # fmt: skip
 
     def _named_inputs(self, boundary: Boundary) -> dict[str, Ref]:

@@ -65,6 +65,7 @@ class BoundaryKind(StrEnum):
     ATTENTION = "attention"
     CACHE = "cache"  # what earlier calls left of a sequence, and the new rows
     ROUTER = "router"
+    TOPK = "topk"  # the choice among a router's logits
     EXPERTS = "experts"
     MODULE = "module"  # any other leaf
 

@@ -34,12 +34,12 @@ from degarble.suites.bench import (
     small_models,
 )
 from degarble.suites.bench.__main__ import bench_named, main, names, options_of
-from degarble.suites.bench.pretended import pretended_gpu
 from degarble.suites.bench.runner import COPY, Arm, Comparison, Reading
 from degarble.suites.kernels import cache_checks, sm100_table
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels.attention import attention_checks as checks
 from degarble.suites.kernels.moe import moe_checks
+from degarble.suites.support.pretended_gpu import pretended_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor

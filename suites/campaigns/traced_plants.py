@@ -484,13 +484,13 @@ def _of_mixtures() -> Iterator[tuple[str, Plant]]:
             _exchanged((AT, f"mlp.{name}"), (AT - 1, f"mlp.{name}")),
             (f"layers.{AT - 1}.mlp.{name}", place), "O07.other_module", (model,),
         )  # fmt: skip
-    gate = f"{_M}gate"
+    choice = f"{_M}gate.topk"
     yield "renormalised", _plant(
-        _fact("mlp.gate", lambda x: not x, "norm_topk_prob"), gate,
+        _fact("mlp.gate", lambda x: not x, "norm_topk_prob"), choice,
         "M26.weights M26.step_left_out", ("qwen3_moe", "deepseek_v3"),
     )  # fmt: skip
     yield "routed factor", _plant(
-        _fact("mlp.gate", lambda _: 1.0, "routed_scaling_factor"), gate,
+        _fact("mlp.gate", lambda _: 1.0, "routed_scaling_factor"), choice,
         "M26.constant M26.weights M26.step_left_out", ("deepseek_v3",),
     )  # fmt: skip
     yield "no router bias", _plant(
@@ -498,7 +498,7 @@ def _of_mixtures() -> Iterator[tuple[str, Plant]]:
         ("gpt_oss",),
     )  # fmt: skip
     yield "no correction", _plant(
-        _weights("mlp.gate", torch.zeros_like, "e_score_correction_bias"), gate,
+        _weights("mlp.gate", torch.zeros_like, "e_score_correction_bias"), choice,
         "M17.bias M17.zeros M26.step_left_out", ("deepseek_v3",),
     )  # fmt: skip
     yield "experts exchanged", _plant(_swapped_experts, experts, "M14.experts", _MOE)

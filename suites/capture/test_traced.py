@@ -31,11 +31,17 @@ def judged(
     attention: str,
     plant: Callable[[Any], object] | None = None,
     device: str = "cpu",
+    prepare: Callable[[Any], object] | None = None,
 ) -> Any:
-    """Judge a prompt of two sequences and two decoding steps; a fault goes into the run alone."""
+    """Judge a prompt of two sequences and two decoding steps.
+
+    `prepare` changes the model, and `plant` only what runs.
+    """
     model: Any = built(name, dtype)
     model.set_attn_implementation(attention)
     config: Any = config_of(name, dtype)
+    if prepare is not None:
+        prepare(model)
     weights = weights_of(model)
     if plant is not None:
         plant(model)
@@ -164,6 +170,58 @@ def test_a_fault_on_a_gpu_is_placed_in_exactly_its_component(plant: str) -> None
     change, places = _PLANTS[plant]
     found = judged("llama", torch.bfloat16, "eager", change, "cuda")
     assert {origin.component for origin in found.origins} == places
+
+
+def _router(model: Any, layer: int, change: Callable[..., Any]) -> None:
+    """Let Mixtral's router take its experts and their weights from `change`."""
+    gate = model.model.layers[layer].mlp.gate
+
+    def forward(hidden_states: torch.Tensor) -> Any:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = torch.nn.functional.linear(x, gate.weight)
+        scores = logits.float().softmax(-1)
+        return logits, *change(scores, gate.top_k)
+
+    gate.forward = forward
+
+
+def _next_experts(scores: torch.Tensor, count: int) -> Any:
+    weights, experts = scores.topk(count)
+    return weights / weights.sum(-1, keepdim=True), (experts + 1) % scores.shape[-1]
+
+
+def _one_too_low(scores: torch.Tensor, count: int) -> Any:
+    weights, experts = (part[:, 1:] for part in scores.topk(count + 1))
+    return weights / weights.sum(-1, keepdim=True), experts
+
+
+def _not_divided(scores: torch.Tensor, count: int) -> Any:
+    return scores.topk(count)
+
+
+def test_another_choice_among_equal_scores_is_legal() -> None:
+    def all_equal(model: Any) -> None:
+        for layer in model.model.layers:
+            weight = layer.mlp.gate.weight.data
+            weight[1:] = weight[:1]
+
+    def plant(model: Any) -> None:
+        _router(model, 1, _next_experts)
+
+    found = judged("mixtral", torch.bfloat16, "eager", plant, prepare=all_equal)
+    assert [origin.component for origin in found.origins] == []
+    assert sum(row.flips for row in found.rows if row.component.name.endswith(".topk")) > 0
+
+
+@pytest.mark.parametrize("change", [_one_too_low, _next_experts, _not_divided])
+def test_a_wrong_choice_of_experts_is_placed_in_the_choice(change: Callable[..., Any]) -> None:
+    found = judged("mixtral", torch.bfloat16, "eager", lambda model: _router(model, 1, change))
+    assert [origin.component for origin in found.origins] == ["layers.1.mlp.gate.topk"]
+
+
+def test_wrong_logits_of_a_router_are_placed_in_its_gate() -> None:
+    found = judged("mixtral", torch.bfloat16, "eager", _scaled("mlp.gate", 1.05))
+    assert [origin.component for origin in found.origins] == ["layers.1.mlp.gate"]
 
 
 def test_another_model_is_refused_and_no_hook_stays() -> None:

@@ -31,7 +31,7 @@ from degarble.references.facts import V4Facts, V32Facts
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -421,15 +421,29 @@ def experts_chosen(call: JudgeableCall, candidate: Tensor) -> ChoiceResult:
         f"errors of scores: {number(average)} on average",
         "another expert is legal where both scores lie within their errors; order is free",
     )
+    return chosen_among(
+        candidate, twin, biased, words, lambda own, score: _gap_of_experts(own, score, call)
+    )
+
+
+def chosen_among(
+    candidate: Tensor,
+    twin: Tensor,
+    score: BoundedValue,
+    words: tuple[str, ...],
+    gap_of: Callable[[Tensor, BoundedValue], tuple[float, float]] | None = None,
+) -> ChoiceResult:
+    """Judge what was chosen [T, K] by scores [T, E] and their errors; `gap_of` knows groups."""
     worst, flips = _NO_FINDING, dict[int, int]()
-    for token in moved:
+    for token in _moved(candidate, twin):
         own = candidate[token]
-        if value[token].isnan().any():
+        mine = BoundedValue(score.value[token], score.error[token])
+        if mine.value.isnan().any():
             continue
-        if not _proper(own, value.shape[1]):
+        if not _proper(own, len(mine.value)):
             return ChoiceResult(LevelFinding("choice", (token,), 1.0, 0.0), flips, words)
-        mine = BoundedValue(value[token], biased.error[token])
-        gap, allowed = _gap_of_experts(own, mine, call)
+        every = torch.ones_like(mine.value, dtype=torch.bool)
+        gap, allowed = gap_of(own, mine) if gap_of else _pair_gap(own, mine, every)
         finding = LevelFinding("choice", (token,), gap, allowed / HEADROOM)
         if finding.ratio <= 1:
             flips[token] = int((~torch.isin(own, twin[token])).sum())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import Undecided
+from degarble.harness.engine.budget import traced
 from degarble.harness.engine.budget.budget import (
     Flips,
     LevelFinding,
@@ -213,6 +214,16 @@ def _experts_listed(
     }
 
 
+def _experts_as_traced(
+    call: JudgeableCall, outputs: Mapping[str, Tensor], places: Mapping[str, NamedPlaces]
+) -> dict[str, OutputResult]:
+    result, weights, budget = traced.choice(call, outputs["experts"])
+    return {
+        "experts": _chosen("experts", call, outputs, result, places),
+        "weights": _judged("weights", (outputs["weights"], weights), budget, places.get("weights")),
+    }
+
+
 def _chosen(
     name: str,
     call: JudgeableCall,
@@ -238,5 +249,6 @@ def _chosen(
 
 _CHOICES: Mapping[str, Callable[..., dict[str, OutputResult]]] = {
     "ffn.topk": _experts_listed,
+    "traced.topk": _experts_as_traced,
     "attn.indexer.topk": _rows_listed,
 }

@@ -361,6 +361,7 @@ _WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
     ("attn.kv_write attn.compressor.write", chains.cache_rows),
     ("ffn.experts.act_quant", _experts_gated),
     ("ffn.topk", _weighed),
+    ("traced.topk", traced.own_choice),
     ("traced.linear", traced.linear),
     ("traced.span", spans.span),
     (_TRACED, traced.traced),

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import Undecided
+from degarble.harness.engine.budget.bounded_values import BoundedValue
 from degarble.harness.engine.budget.budget import Budget
+from degarble.harness.engine.budget.codes_and_choices import ChoiceResult, chosen_among
 from degarble.harness.engine.budget.rules import (
     U,
     ambiguous_bf16,
@@ -25,6 +27,7 @@ from degarble.harness.report.number_text import number
 from degarble.references.linears import weight_values
 from degarble.references.numerics import DecodedOperands
 from degarble.references.traced.definitions import NARROW, Roundings, compute
+from degarble.references.traced.evaluate import from_rows
 from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential
 from degarble.references.traced.graph import StretchKind
 from degarble.references.traced.spans import ComponentSpan
@@ -69,7 +72,7 @@ def traced(call: JudgeableCall) -> dict[str, Budget]:
     assert isinstance(facts, TracedFacts), "bound by its family"
     if facts.traced.is_recurrent:
         return _measured(call, facts)
-    errors = RunningErrors(facts.numerics.store if facts.stores_operations else torch.float32)
+    errors = _errors_of(facts)
     with errors:
         made = _computed(call, facts, _Tracked(errors, facts))
     if errors.unknown:
@@ -90,6 +93,61 @@ def traced(call: JudgeableCall) -> dict[str, Budget]:
         else exact(FP32, f"{name} are whole numbers")
         for name, out in call.outputs.items()
     }
+
+
+class _Given:
+    """Stands in for the operator that chooses: takes what a run chose, and keeps the scores."""
+
+    def __init__(self, own: Tensor, errors: RunningErrors) -> None:
+        self._own, self._errors = own, errors
+        self.scores = BoundedValue(own, own)  # until it has run
+
+    def name(self) -> str:
+        """Return the operator's name."""
+        return "aten::topk"
+
+    def __call__(self, scores: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Return the scores of what was chosen, and what was chosen."""
+        self.scores = BoundedValue(scores, self._errors.of(scores))
+        return scores.gather(-1, self._own), self._own
+
+
+def choice(call: JudgeableCall, own: Tensor) -> tuple[ChoiceResult, Tensor, Budget]:
+    """Judge a router's choice by its scores; return the weights of this choice, and their budget.
+
+    Where the choice names no experts, the weights are those of the twin's.
+    """
+    facts, twin = call.facts, call.outputs["experts"]
+    assert isinstance(facts, TracedFacts), "bound by its family"
+    exist = bool(((own >= 0) & (own < call.inputs["logits"].shape[-1])).all())
+    trace, errors = facts.graph.trace, _errors_of(facts)
+    taken = from_rows(own if exist else twin, trace.tensors[facts.traced.outputs["experts"].number])
+    given = _Given(taken.long(), errors)
+    operations = list(trace.operations)
+    last = max(n for n in facts.traced.operations if operations[n].name == "topk")
+    operations[last] = replace(operations[last], function=given)
+    graph = replace(facts.graph, trace=replace(trace, operations=tuple(operations)))
+    with errors:
+        parameter = facts.parameter(call.weights)
+        made = compute(graph, facts.traced, call.inputs, parameter, _Tracked(errors, facts))
+    weights = made["weights"]
+    rows = BoundedValue(*(part.reshape(len(own), -1) for part in given.scores))
+    words = (
+        f"errors of scores: {number(float(rows.error.mean()) if len(own) else 0.0)} on average",
+        "another expert is legal where both scores lie within their errors; order is free",
+    )
+    budget = Budget(output_format(call.outputs["weights"]), errors.of(weights).float(), words)
+    return chosen_among(own, twin, rows, words), weights.float(), budget
+
+
+def own_choice(call: JudgeableCall) -> dict[str, Budget]:
+    """Return the budgets of the twin's choice."""
+    whole = exact(FP32, "experts are whole numbers")
+    return {"experts": whole, "weights": choice(call, call.outputs["experts"])[2]}
+
+
+def _errors_of(facts: TracedFacts) -> RunningErrors:
+    return RunningErrors(facts.numerics.store if facts.stores_operations else torch.float32)
 
 
 class _Perturbed(Roundings):

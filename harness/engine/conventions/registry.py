@@ -169,7 +169,7 @@ _ROUNDINGS = (
         "results on the way inside a component",
         {True: "every operation's, stored as eager code does", False: "kept in float32"},
         _roles(
-            "traced.norm traced.activation traced.rotary traced.router"
+            "traced.norm traced.activation traced.rotary traced.router traced.topk"
             " traced.experts traced.module traced.rotation traced.residual traced.gated"
             " traced.stretch"
         ),

@@ -422,8 +422,8 @@ def _repaired(width: tuple[int, int], before: Any, after: Any, call: Any) -> Any
 def _routed(
     change: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Tensors, outputs: Tensors
 ) -> Tensors:
-    del inputs
-    logits, weights, experts = (outputs[name] for name in ("logits", "weights", "experts"))
+    given = {**inputs, **outputs}
+    logits, weights, experts = (given[name] for name in ("logits", "weights", "experts"))
     made = change(logits.double(), weights.double(), experts.long())
     return {**outputs, "weights": made.to(weights.dtype)}
 
@@ -438,6 +438,11 @@ _WEIGHTS: tuple[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]], ...] = (
     ("weights in reverse", lambda _x, w, _e: w.flip(-1)),
     ("squared weights", lambda _x, w, _e: w * w),
 )  # fmt: skip
+
+
+def _is_choice(context: ComponentContext) -> bool:
+    given = {each.name for each in context.component.inputs}
+    return {"logits", "weights", "experts"} <= {*given, *context.component.outputs}
 
 
 def _router_variants(context: ComponentContext) -> Iterator[FaultVariant]:
@@ -680,7 +685,7 @@ TRACED_COMPONENT_FAULTS = (
     ModelFault(
         "M26.weights", "The router weighs its experts by another rule",
         "the right experts with the wrong shares", _SAME,
-        lambda context: {"logits", "weights", "experts"} <= set(context.component.outputs),
+        _is_choice,
         _router_variants, _router_fitted,
     ),
     ModelFault(

@@ -351,7 +351,7 @@ def fitted_number(left: Callable[[float], float], start: float) -> tuple[float, 
 _FAMILIES: Mapping[str, str] = {
     "traced.norm": "M24", "traced.module": "M24", "traced.stretch": "M24",
     "traced.embedding": "M24", "traced.activation": "M25", "traced.gated": "M25",
-    "traced.router": "M26", "traced.rotary": "M28", "traced.rotation": "M28",
+    "traced.router": "M26", "traced.topk": "M26", "traced.rotary": "M28", "traced.rotation": "M28",
     "traced.residual": "M23",
 }  # fmt: skip
 

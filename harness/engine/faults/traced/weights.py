@@ -450,7 +450,7 @@ TRACED_WEIGHT_FAULTS = (
     ModelFault(
         "M17.bias", "A bias is left out, or added twice", "one term is missing or doubled",
         "Compare the names in the files with those that were read.",
-        of_kinds("traced.linear", "traced.experts", "traced.router"), _bias_variants,
+        of_kinds("traced.linear", "traced.experts", "traced.router", "traced.topk"), _bias_variants,
     ),
     ModelFault(
         "M17.token_row", "Tokens are looked up in another row", "every token is another one",
