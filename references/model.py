@@ -167,7 +167,7 @@ class TokenBatch:
 # Legend: T tokens, B sequences, R rows of a sequence.
 
 
-class Wiring:
+class ForwardPass:
     """Calls to bound components that both families make, and what a forward pass has to define."""
 
     def __init__(self, bound: BoundModel, config: Config) -> None:
@@ -263,7 +263,7 @@ def memory(name: str, rows: Iterable[RowBuffer]) -> dict[str, Tensor]:
 # latents. The official code expands in prefill and absorbs in decode.
 
 
-class ModelV32(Wiring):
+class ModelV32(ForwardPass):
     """The forward pass over bound components."""
 
     def __init__(self, bound: BoundModel, config: V32Config, *, absorbed: bool = True) -> None:
@@ -380,7 +380,7 @@ class ModelV32(Wiring):
 # Legend: T tokens of all sequences, B sequences, S streams, D hidden, L latent width.
 
 
-class ModelV4(Wiring):
+class ModelV4(ForwardPass):
     """The forward pass over bound components."""
 
     def __init__(self, bound: BoundModel, config: V4Config) -> None:

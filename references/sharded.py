@@ -27,7 +27,7 @@ from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.sharding import sharding_styles
 from degarble.references.binding import BoundModel
-from degarble.references.model import TokenBatch, Wiring
+from degarble.references.model import ForwardPass, TokenBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,7 +191,7 @@ class ShardedModel:
         self.teams = teams
         self.bound = BoundModel(config, numerics, RankWeights(weights, plan, rank), recipe)
         _cross(self.bound, plan, teams, rank)
-        self.model: Wiring = family_of(config).forward(self.bound, absorbed=True)
+        self.model: ForwardPass = family_of(config).forward(self.bound, absorbed=True)
         start, stop = plan.stage_layers[teams.stage]
         self.layers = config.layers[start:stop]
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
     from degarble.references.binding import BoundModel, Observer
-    from degarble.references.model import Sequence, Wiring
+    from degarble.references.model import ForwardPass, Sequence
 
 
 # --------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class LogitsModel:
         self.bound = bound
         self.config = bound.config
         forward = family_of(bound.config).forward
-        self._model: Wiring | TracedForward = forward(bound, absorbed=absorbed)
+        self._model: ForwardPass | TracedForward = forward(bound, absorbed=absorbed)
 
     @property
     def context(self) -> int:

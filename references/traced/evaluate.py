@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.references.traced.graph import Edge
+    from degarble.references.traced.graph import ViewEdge
     from degarble.references.traced.trace import Operation, Trace, TracedTensor
 
     Stored = Callable[[Tensor, torch.dtype], Tensor]
@@ -52,7 +52,7 @@ def from_rows(rows: Tensor, traced: TracedTensor) -> Tensor:
     return rows.unsqueeze(0) if batched else rows
 
 
-def view_of(trace: Trace, edge: Edge, rows: Mapping[int, Tensor], number: int) -> Tensor:
+def view_of(trace: Trace, edge: ViewEdge, rows: Mapping[int, Tensor], number: int) -> Tensor:
     """Return a tensor that is a view of a recorded one, both as rows."""
     (source,) = edge.sources
     made = rows[source.number]

@@ -72,7 +72,7 @@ class TracedComponent:
 
 
 @dataclass(frozen=True)
-class Edge:
+class ViewEdge:
     """How an input comes from what was recorded earlier: views alone."""
 
     sources: tuple[Ref, ...]
@@ -85,7 +85,7 @@ class Graph:
 
     trace: Trace
     components: tuple[TracedComponent, ...]
-    edges: Mapping[int, Edge]  # by the tensor that a component is given
+    edges: Mapping[int, ViewEdge]  # by the tensor that a component is given
     makers: Mapping[int, tuple[str, str]]  # component and output, by tensor
     again: Callable[[int], Graph]  # the same model, traced at another number of tokens
 
@@ -104,7 +104,7 @@ class _Cutter:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self.components: list[TracedComponent] = []
-        self.edges: dict[int, Edge] = {}
+        self.edges: dict[int, ViewEdge] = {}
         self.makers: dict[int, tuple[str, str]] = {}
         self._known = {trace.tokens.number, trace.positions.number}
         self._owner: dict[int, int] = {}  # the operation that made a tensor first
@@ -208,7 +208,7 @@ class _Cutter:
                 "Register a family with a reference of its own for this model.",
             )  # fmt: skip
         if all(operation.name in _MOVES for operation in named) and len(sources) == 1:
-            self.edges[ref.number] = Edge(sources, operations)
+            self.edges[ref.number] = ViewEdge(sources, operations)
             return
         kind = self._kind(ref, named, sources)
         self._add(

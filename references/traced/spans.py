@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
-from degarble.references.traced.graph import Edge, Graph, StretchKind, TracedComponent
+from degarble.references.traced.graph import Graph, StretchKind, TracedComponent, ViewEdge
 from degarble.references.traced.trace import BoundaryKind
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ComponentSpan(TracedComponent):
     """Components that ran between recorded tensors, in their order."""
 
     parts: tuple[TracedComponent, ...] = ()
-    edges: Mapping[int, Edge] = field(default_factory=lambda: MappingProxyType({}))
+    edges: Mapping[int, ViewEdge] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def is_along_tokens(self) -> bool:

@@ -99,6 +99,12 @@ def public_classes(text: str) -> list[str]:
     ]
 
 
+def repeated_classes(texts: Iterable[str]) -> list[str]:
+    """Return the public names of more than one class."""
+    counts = Counter(name for text in texts for name in public_classes(text))
+    return [name for name, count in counts.items() if count > 1]
+
+
 def lines_in_tests(text: str) -> int:
     """Count the lines of test functions, with their decorators."""
     return sum(
@@ -158,8 +164,7 @@ def figures() -> Iterator[Figure]:
     comments = _total(product, comment_lines) / lines
     yield Figure("lines with a comment, share of product lines", f"{comments:.1%}", ">= 4 %")
     yield Figure("fullest folder", _fullest(product), "<= 25")
-    classes = Counter(name for path in product for name in public_classes(text_of(path)))
-    repeated = [name for name, count in classes.items() if count > 1]
+    repeated = repeated_classes(map(text_of, product))
     yield Figure("public names of more than one class", f"{len(repeated)}", "0")
     said = ", ".join(f'"{formula}"' for formula in FORMULAS)
     count = sum(formulas_by_file(modules()).values())

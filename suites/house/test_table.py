@@ -46,6 +46,12 @@ def test_each_figure_counts_what_it_says() -> None:
     assert not table.names_test_tree('"""suites/x.py"""\n')
 
 
+def test_no_two_classes_of_the_product_have_one_name() -> None:
+    texts = [path.read_text() for path in modules() if table.is_product(path)]
+    assert table.repeated_classes(texts) == []
+    assert table.repeated_classes([TEXT, TEXT]) == ["Public"]
+
+
 def test_no_file_has_an_old_formula() -> None:
     assert table.formulas_by_file(modules()) == {}
     assert all(table.formulas((ROOT / file).read_text()) for file in table.FORMULAS_EXEMPT)

@@ -100,7 +100,7 @@ Outputs = dict[str, "Tensor"]
 Compute = Callable[[ComponentCallWork], Outputs]
 
 
-class DerivedWeight(NamedTuple):
+class CachedWeight(NamedTuple):
     """A weight and what was made of it."""
 
     weight: Weight
@@ -113,7 +113,7 @@ class PreparedWeights:
 
     source: Mapping[str, Weight]
     device: torch.device
-    kept: dict[tuple[str, str], DerivedWeight] = field(default_factory=dict)
+    kept: dict[tuple[str, str], CachedWeight] = field(default_factory=dict)
 
     def derived(self, name: str, how: str, make: Callable[[Weight], T]) -> T:
         """Return `make(weight)`, cached for the same weight record."""
@@ -124,7 +124,7 @@ class PreparedWeights:
             return found
         made = make(weight)
         if isinstance(weight, HeldWeight):  # nobody writes into it
-            self.kept[name, how] = DerivedWeight(weight, made)
+            self.kept[name, how] = CachedWeight(weight, made)
         return made
 
     def plain(self, name: str, dtype: torch.dtype) -> Tensor:

@@ -72,7 +72,7 @@ class CaptureOptions:
 
 
 @dataclass(frozen=True)
-class ImportOptions:
+class ImportArguments:
     """Options of `degarble import`."""
 
     kind: Annotated[str, typer.Argument(metavar="KIND", help="sglang, flashinfer or vllm-states.")]
@@ -126,7 +126,7 @@ class CompareOptions:
 def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     command(app, "capture", CaptureOptions)(capture)
-    command(app, "import", ImportOptions)(import_dump)
+    command(app, "import", ImportArguments)(import_dump)
     command(app, "check", CheckOptions, json_word=True)(check)
     command(app, "compare", CompareOptions, json_word=True)(compare)
 
@@ -209,7 +209,7 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
     return record(options.checkpoint, prompts, options.out, watch, capture_settings, report)
 
 
-def import_dump(options: ImportOptions, terminal: Terminal) -> int:
+def import_dump(options: ImportArguments, terminal: Terminal) -> int:
     """Turn a dump of SGLang, FlashInfer or vLLM into a capture, and say what it can decide.
 
     Pickled tensors are read without unpickling.

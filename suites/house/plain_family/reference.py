@@ -12,7 +12,7 @@ import torch
 from degarble.harness.engine.budget.rules import few, output_format
 from degarble.references.components import common
 from degarble.references.facts import ModelFacts, ReferenceTable, spans_of
-from degarble.references.model import Wiring, memory
+from degarble.references.model import ForwardPass, memory
 from degarble.references.numerics import cast
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def sum_budget(call: JudgeableCall) -> dict[str, Budget]:
 BUDGETS = {"plain.attention": attention_budget, "plain.sum": sum_budget}
 
 
-class PlainModel(Wiring):
+class PlainModel(ForwardPass):
     """The forward pass over bound components."""
 
     def buffers(self, rows: int) -> dict[str, Tensor]:

@@ -695,7 +695,7 @@ OUT = "out"
 
 
 @dataclass(frozen=True)
-class CauseSearch:
+class GemmCauseSearch:
     """Which causes are looked for: `first` are tried before all others, which stop at its proof.
 
     With `only`, nothing else is tried than these faults.
@@ -710,7 +710,7 @@ def judge_product(
     product: Product,
     output: Any,
     reference: Any = None,
-    search: CauseSearch | None = CauseSearch(),
+    search: GemmCauseSearch | None = GemmCauseSearch(),
 ) -> JudgedKernel:
     """Judge a kernel's output of a product; `reference` as in harness.api.judge."""
     operands, target = _reference(reference, product)
@@ -784,7 +784,7 @@ def agrees_at_once(name: str, product: Product, output: Tensor) -> JudgedKernel 
 
 
 def explanations(
-    wrong: ProductMismatch, reference: Mapping[str, Tensor], search: CauseSearch
+    wrong: ProductMismatch, reference: Mapping[str, Tensor], search: GemmCauseSearch
 ) -> tuple[tuple[NamedCause, ...], tuple[str, ...]]:
     """Return the causes that reproduce a candidate, the likeliest first, and all faults tried."""
     tried: list[str] = []

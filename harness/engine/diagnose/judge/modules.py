@@ -26,7 +26,7 @@ from degarble.harness.engine.conventions.learned import (
 )
 from degarble.harness.engine.conventions.registry import GEMM, LEARNED, OPERANDS
 from degarble.harness.engine.diagnose.judge.gemm import (
-    CauseSearch,
+    GemmCauseSearch,
     agrees_at_once,
     judge_product,
     predicted,
@@ -100,7 +100,7 @@ class Twin:
         call: CapturedCall,
         values: Mapping[str, Any],
         rows: Tensor | None,
-        search: CauseSearch | None = None,
+        search: GemmCauseSearch | None = None,
     ) -> JudgedKernel | None:
         """Judge one call of a run; of a product only `rows`, all of which are finite.
 
@@ -151,7 +151,7 @@ class Twin:
         outputs: Mapping[str, Tensor],
         values: Mapping[str, Any],
         rows: Tensor | None,
-        search: CauseSearch | None = None,
+        search: GemmCauseSearch | None = None,
     ) -> JudgedKernel | None:
         if component in self._definitions:
             made = by_callable(self._definitions[component], tuple(inputs.values()), None)
@@ -172,9 +172,9 @@ class Twin:
         at_once = agrees_at_once(component, product, out)
         return at_once or judge_product(component, product, out, search=search)
 
-    def search(self, component: str, only: frozenset[str] | None = None) -> CauseSearch:
+    def search(self, component: str, only: frozenset[str] | None = None) -> GemmCauseSearch:
         """Return the search for causes in a component: other components' weights come first."""
-        return CauseSearch(partial(self._exchanged, component), only)
+        return GemmCauseSearch(partial(self._exchanged, component), only)
 
     def form(self, component: str) -> Hashable:
         """Return what causes depend on: a weight's format and shape, and whether it has a bias."""
