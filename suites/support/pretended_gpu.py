@@ -61,11 +61,12 @@ def pretended_gpu(target: str = "sm_90a", device: str = META) -> Iterator[None]:
                 if name in vars(module):
                     stack.enter_context(mock.patch.object(module, name, function))
             # What was compiled in earnest stays so, and nothing pretended is kept.
-            described = [each for each in vars(module).values() if isinstance(each, Kernel)]
-            for holder in (module, *described):
-                fresh = getattr(vars(holder).get("compile_form"), "__wrapped__", None)
-                if fresh is not None:
-                    stack.enter_context(mock.patch.dict(vars(holder), {"compile_form": fresh}))
+            fresh = getattr(vars(module).get("compile_form"), "__wrapped__", None)
+            if fresh is not None:
+                stack.enter_context(mock.patch.dict(vars(module), {"compile_form": fresh}))
+        # A property comes before what an instance keeps under its name.
+        compiling = property(lambda _kernel: lambda _form, _settings: _compiled())
+        stack.enter_context(mock.patch.object(Kernel, "compile_form", compiling))
         stack.enter_context(mock.patch.object(gpu, "DEVICE", device))
         stack.enter_context(mock.patch.object(runner, "DEVICE", device))
         stack.enter_context(mock.patch.object(runner, "_gpu_seconds", _seconds))

@@ -177,7 +177,7 @@ def test_a_block_parallel_drafter_has_a_block_a_target() -> None:
 
 
 def test_small_models_hold_every_kind_of_layer() -> None:
-    of_others = {LayerType.INDEXED, LayerType.TRACED}
+    of_others = {LayerType.INDEXED, LayerType.FULL, LayerType.TRACED}
     assert {block.layer_type for block in small_v4().layers} == set(LayerType) - of_others
     assert {block.mlp_type for block in small_v4().layers} == {MlpType.HASH, MlpType.SCORED}
     assert {block.mlp_type for block in small_v32().layers} == {MlpType.DENSE, MlpType.SCORED}
