@@ -37,7 +37,7 @@ class TemplateChat(Chat):
         except ImportError as error:
             raise MissingDependency(
                 "transformers", "absent", "the package that renders chat templates",
-                "pip install 'degarble[models]' jinja2",
+                "pip install 'degarble[models]'",
             ) from error  # fmt: skip
         plain = [
             {key: value for key, value in message.items() if key != "tools"} for message in messages
