@@ -95,7 +95,7 @@ FAULT = (
         CODES,
         "LOST_SIGN_FAULTS = (\n",
         """LOST_SIGN_FAULTS = (
-    _sign_fault(
+    _SIGN.fault(
         "positive_lost", "Positive values become zero", "positive values cut to zero on",
         of_elements(lambda _tensor, element: element.clamp(max=0)), has_codes,
     ),
