@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from degarble.harness.base.errors import NotBuilt
 from degarble.references.traced.evaluate import from_rows, run, to_rows, view_of
 from degarble.references.traced.spans import ComponentSpan
-from degarble.references.traced.trace import VIEWS, BoundaryKind, ParameterRef
+from degarble.references.traced.trace import VIEWS, BoundaryKind, ParameterRef, operator_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -106,7 +106,7 @@ class _Storing(TorchDispatchMode):
         """Run an operator, and store its result."""
         del types
         result = func(*args, **(kwargs or {}))
-        name = str(func.name()).removeprefix("aten::").partition(".")[0]
+        name = operator_name(func)
         moves = name in VIEWS or not isinstance(result, torch.Tensor)
         return result if moves or not result.is_floating_point() else self._stored(result)
 

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def operator_name(function: Any) -> str:
+    """Return the name of an ATen operator without its overload."""
+    return str(function.name()).removeprefix("aten::").partition(".")[0]
+
+
 def named(text: str) -> frozenset[str]:
     """Return the words of a text: names of operators."""
     return frozenset(text.split())
@@ -118,7 +123,7 @@ class Operation:
     @property
     def name(self) -> str:
         """Return the operator's name without its overload."""
-        return str(self.function.name()).removeprefix("aten::").partition(".")[0]
+        return operator_name(self.function)
 
     def reads(self) -> Iterator[Ref | ParameterRef]:
         """Yield the tensors that it reads."""

@@ -13,7 +13,7 @@ Shape letters: N rows, K columns of the logical matrix, G groups along K, W word
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import DtypeMismatch, LayoutMismatch, ShapeMismatch
@@ -92,15 +92,8 @@ GPTQ = StorageScheme(
     zeros_along=1,
     zero_added=1,  # AutoGPTQ subtracts 1 before it packs
 )
-GPTQ_V2 = StorageScheme(
-    name="gptq_v2",
-    exporters="GPTQModel (checkpoint_format gptq_v2)",
-    suffixes=GPTQ.suffixes,
-    required=GPTQ.required,
-    code_dtypes=GPTQ.code_dtypes,
-    transposed=True,
-    packed_along=0,
-    zeros_along=1,
+GPTQ_V2 = replace(
+    GPTQ, name="gptq_v2", exporters="GPTQModel (checkpoint_format gptq_v2)", zero_added=0
 )
 CT_PACKED = StorageScheme(
     name="pack-quantized",

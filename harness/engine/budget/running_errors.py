@@ -26,7 +26,7 @@ from degarble.harness.engine.budget.bounded_values import (
 )
 from degarble.harness.engine.budget.rules import U, summed
 from degarble.harness.formats.number_formats import FP32
-from degarble.references.traced.trace import named
+from degarble.references.traced.trace import named, operator_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +110,7 @@ class RunningErrors(TorchDispatchMode):
         """Run an operator, then bound its results."""
         del types
         keywords = dict(kwargs or {})
-        name = str(func.name()).removeprefix("aten::").partition(".")[0]
+        name = operator_name(func)
         if name in _IN_PLACE:
             return _IN_PLACE[name](self, func, args, keywords)
         result = func(*args, **keywords)

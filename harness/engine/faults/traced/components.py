@@ -61,7 +61,7 @@ _TINY = 1e-30
 # --------------------------------------------------------------------------------------------------
 # Attention
 
-_PROBED = 2048  # tokens with which a mask is asked how far it sees
+_PROBED = 2048  # tokens of the probe that finds how far a mask sees
 
 
 def _with(context: ComponentContext, **changes: Any) -> Any:

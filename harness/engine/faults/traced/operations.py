@@ -1,7 +1,7 @@
 """Faults of traced operations: a step that is left out, another constant, another function.
 
 A traced component is a list of operations, so that a wrong one is the same list with one operation
-exchanged. What a component computes decides under which family its faults are told: M24 norms, M25
+exchanged. What a component computes decides the family of its faults: M24 norms, M25
 activations, M26 and M27 routers, M28 rotations, M23 residuals.
 """
 
