@@ -176,6 +176,14 @@ def windows_of(starts: Sequence[int], counts: Sequence[int], ratio: int) -> tupl
     return torch.tensor(closing, dtype=torch.int32), torch.tensor(owners, dtype=torch.int32)
 
 
+def newest_in_row(last: Any, row: Any, rows: int) -> Any:
+    """Return the latest position up to `last` that belongs in a row of a ring, negative for none.
+
+    `%` takes the sign of its left operand in a kernel, so that operand must not be negative.
+    """
+    return last - (last + rows - row) % rows
+
+
 def as_references_have_it(ring_RF: Tensor, length: int, ratio: int) -> Tensor:
     """Return a ring after `length` tokens in the references' order, gaps as zeros.
 

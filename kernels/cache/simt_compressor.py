@@ -446,9 +446,7 @@ def keep_kernel(tensors: PoolTensors, rings: Any, form: cutlass.Constexpr) -> No
     row, sequence, group = cute.arch.block_idx()
     row, column = Int32(row), Int32(group) * KEEPING_THREADS + Int32(thread)
     place = rows_of_sequence(tensors, Int32(sequence))
-    last = place.start + place.count - 1
-    # The latest position that belongs in this row of the ring.
-    position = last - (last - row) % form.ring_rows
+    position = facts.newest_in_row(place.start + place.count - 1, row, form.ring_rows)
     wanted = (
         (place.count > 0)
         & (position >= place.start)

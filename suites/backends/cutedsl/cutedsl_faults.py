@@ -182,9 +182,7 @@ def planted(fault: Fault) -> Iterator[None]:
                 again = anew.get(cached) or _uncached(cached.__wrapped__, tracing)
                 described = {"compile_form": again}
                 stack.enter_context(mock.patch.dict(vars(each), described))
-        # A fault, or what is put beside it, may change what a problem of any kernel is prepared
-        # from, those that are imported only now included: nothing is kept.
-        stack.enter_context(mock.patch.object(Kernel, "prepared", property(_prepared_anew)))
+        stack.enter_context(nothing_prepared())
         for place, attribute, value in fault.beside:
             stack.enter_context(mock.patch.object(import_module(place), attribute, value))
         stack.enter_context(mock.patch.object(module, fault.function, instead))
@@ -193,6 +191,17 @@ def planted(fault: Fault) -> Iterator[None]:
 
 
 _PREPARED = vars(Kernel)["prepared"].func  # of the cached property
+
+
+@contextmanager
+def nothing_prepared() -> Iterator[None]:
+    """Prepare every problem anew, of kernels that are imported only now as well.
+
+    For code that changes what problems are prepared from: a form that is kept beyond the change no
+    longer fits the grid of a launch.
+    """
+    with mock.patch.object(Kernel, "prepared", property(_prepared_anew)):
+        yield
 
 
 def _prepared_anew(kernel: Kernel[Any, Any]) -> Callable[[Any], Any]:

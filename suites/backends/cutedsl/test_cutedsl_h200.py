@@ -78,7 +78,7 @@ def test_a_healthy_run_with_a_coded_cache_agrees(folder: Path, tmp_path: Path, e
 def test_a_healthy_run_with_split_keys_agrees(folder: Path, tmp_path: Path) -> None:
     model = cases.write_model(folder, "v4", "nvfp4-full", 4)
     ((place, name, tiles),) = of_attention.SPLITS_OF_A_TILE
-    with mock.patch.object(import_module(place), name, tiles):
+    with faults.nothing_prepared(), mock.patch.object(import_module(place), name, tiles):
         cases.capture_by(
             None, model.checkpoint, tmp_path / "run", cases.drawn_prompts(0), device="cuda"
         )

@@ -314,6 +314,8 @@ def _wrong_rings(case: Case, made: Made, part: tuple[list[int], list[int], list[
         got = facts.as_references_have_it(ring, length, case.ratio)
         if not torch.equal(got, torch.cat((kept.latent, kept.gate), 1)):
             return f"the ring of sequence {sequence} behind {length} tokens"
+        if not bool(ring[length:].isnan().all()):  # rows that no position has reached yet
+            return f"the ring of sequence {sequence} holds more than its {length} tokens"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -50,6 +51,28 @@ def test_a_ring_has_the_last_whole_window_and_the_rest() -> None:
     assert facts.as_references_have_it(ring, 10, 4)[:, 0].tolist() == [5, 6, 7, 8, 9, 10, 0, 0]
     assert facts.as_references_have_it(ring, 3, 4)[:, 0].tolist()[:4] == [0, 0, 0, 0]
     assert facts.as_references_have_it(torch.ones(128, 1), 130, 128).sum() == 2
+
+
+class Truncated(int):
+    """An integer whose remainder has the sign of the left operand, as in a kernel."""
+
+    def __add__(self, other: int) -> Truncated:
+        return Truncated(int(self) + other)
+
+    def __sub__(self, other: int) -> Truncated:
+        return Truncated(int(self) - other)
+
+    def __mod__(self, other: int) -> Truncated:
+        return Truncated(math.fmod(int(self), other))
+
+
+@pytest.mark.parametrize("rows", [facts.rows_of_ring(ratio) for ratio in facts.RATIOS])
+def test_a_row_of_a_ring_has_its_newest_position_or_none(rows: int) -> None:
+    for last in range(-1, 3 * rows):
+        for row in range(rows):
+            position = facts.newest_in_row(Truncated(last), row, rows)
+            want = max((p for p in range(last + 1) if p % rows == row), default=None)
+            assert position == want if want is not None else position < 0
 
 
 def test_forms_have_a_thread_for_every_channel_and_row() -> None:
