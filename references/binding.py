@@ -13,7 +13,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from degarble.harness.base.errors import NotBuilt, UnknownName
+from degarble.harness.base.errors import InvalidArgument, NotBuilt, UnknownName
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import has_parallel_drafter
 from degarble.harness.model.family import family_of
@@ -22,7 +22,7 @@ from degarble.references.components import common
 from degarble.references.facts import ReferenceTable, formats_by_block, local_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -116,6 +116,14 @@ class BoundModel:
             for name, call in model.calls.items()
         }
         return model
+
+    def coarsened(self, recorded: Iterable[str]) -> BoundModel:
+        """Return the model of a run that recorded these tensors alone."""
+        raise InvalidArgument(
+            "recorded tensors of the capture", len(tuple(recorded)),
+            f"none: a {self.config.family} capture holds every tensor",
+            "Check it against the checkpoint that was dumped.",
+        )  # fmt: skip
 
     def _bind(self, recipe: Recipe | None) -> None:
         table: ReferenceTable = family_of(self.config).reference()

@@ -19,18 +19,26 @@ from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.model.components import components
 from degarble.references.traced.evaluate import view_of
-from degarble.references.traced.family import STATE, is_sequential, keeps_state
+from degarble.references.traced.family import (
+    STATE,
+    TracedConfig,
+    is_sequential,
+    keeps_state,
+    site_name,
+)
 from degarble.references.traced.spans import ComponentSpan, tensor_names
 from degarble.references.traced.trace import BoundaryKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from degarble.harness.capture.recorder import Recorder
-    from degarble.references.traced.family import TracedConfig
     from degarble.references.traced.graph import Graph, TracedComponent
+
+SPAN = ".span"  # behind the name of the last of several components that are judged as one
+_SHOWN = 3  # spans that are listed, and results that would split one
 
 
 @dataclass(frozen=True)
@@ -214,31 +222,73 @@ class Coverage:
     alone: tuple[str, ...]
     spans: Mapping[str, tuple[str, ...]]  # components within, by span
     uncovered: tuple[str, ...]  # components of the model that nothing recorded depends on
+    dump_next: Mapping[str, tuple[str, ...]]  # components whose results would split a span
 
     @classmethod
-    def from_config(cls, config: TracedConfig, whole: Iterable[str]) -> Coverage:
-        """Read it off the graph; `whole` are all components of the model."""
-        graph = config.graph
-        spans = {
-            component.name: tuple(part.name for part in component.parts)
-            for component in graph.components
-            if isinstance(component, ComponentSpan)
-        }
-        alone = tuple(
-            component.name for component in graph.components if component.name not in spans
-        )
+    def from_config(cls, config: TracedConfig) -> Coverage:
+        """Read it off the graph."""
+        components = config.graph.components
+        found = {site_name(c.name): c for c in components if isinstance(c, ComponentSpan)}
+        spans = {name: tuple(part.name for part in c.parts) for name, c in found.items()}
+        alone = tuple(c.name for c in components if site_name(c.name) not in spans)
         covered = {*alone, *(name for parts in spans.values() for name in parts)}
-        return cls(alone, spans, tuple(name for name in whole if name not in covered))
+        return cls(
+            alone, spans,
+            tuple(c.name for c in config.whole.components if c.name not in covered),
+            {name: _splits(component) for name, component in found.items()},
+        )  # fmt: skip
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Coverage | None:
+        """Read it off a capture's facts; None of a run that recorded every tensor."""
+        return cls.from_config(recorded_config(facts)) if facts.get("recorded") else None
+
+    @property
+    def judged_alone(self) -> int:
+        """Count the components in which a fault is placed exactly."""
+        return len(self.alone) + len(self.spans) - len(self.wide)
+
+    def wide_lines(self) -> list[str]:
+        """Say of the widest spans what they hold, and what to dump to split them."""
+        wide = self.wide
+        lines = []
+        for name in sorted(wide, key=lambda each: -len(wide[each]))[:_SHOWN]:
+            names = ", ".join(self.dump_next[name][:_SHOWN])
+            then = f"; to split it, dump {names}" if names else ""
+            lines.append(f"{name}: {len(wide[name])} components judged as one{then}")
+        return lines
+
+    def lines(self) -> list[str]:
+        """Say what is judged as one, and what is not covered."""
+        count = len(self.uncovered)
+        first = ", ".join(self.uncovered[:_SHOWN])
+        rest = f"not covered: {first}{f' and {count - _SHOWN} more' if count > _SHOWN else ''}"
+        return [*self.wide_lines(), *([rest] if count else [])]
+
+    def document(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "alone": list(self.alone),
+            "spans": {
+                name: {"components": list(parts), "dump_next": list(self.dump_next[name])}
+                for name, parts in self.wide.items()
+            },
+            "uncovered": list(self.uncovered),
+        }
 
     @property
     def wide(self) -> dict[str, tuple[str, ...]]:
         """Return the spans in which a fault is not placed in one component."""
-        return {name: parts for name, parts in self.spans.items() if name.endswith(".span")}
+        return {name: parts for name, parts in self.spans.items() if name.endswith(SPAN)}
 
 
-def splits(config: TracedConfig, span: str) -> list[str]:
+def _splits(span: ComponentSpan) -> tuple[str, ...]:
     """Return components whose results would divide a span best: linears, attention and norms."""
     kinds = {BoundaryKind.LINEAR, BoundaryKind.ATTENTION, BoundaryKind.EXPERTS, BoundaryKind.NORM}
-    (found,) = (each for each in config.graph.components if each.name == span)
-    assert isinstance(found, ComponentSpan), "splits are of spans"
-    return [part.name for part in found.parts[:-1] if part.kind in kinds]
+    return tuple(part.name for part in span.parts[:-1] if part.kind in kinds)
+
+
+def recorded_config(facts: Mapping[str, Any]) -> TracedConfig:
+    """Return the traced config of a capture's facts, coarsened to what was recorded."""
+    whole = TracedConfig.of(facts["config"])
+    return TracedConfig(whole.text, whole.dtype, tuple(facts.get("recorded", ())))

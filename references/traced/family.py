@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,7 +32,7 @@ from degarble.references.traced.spans import ComponentSpan, coarsened
 from degarble.references.traced.trace import BoundaryKind, trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -427,6 +427,11 @@ class TracedModel(BoundModel):
     """A bound model whose calls are traced components."""
 
     config: Any  # a TracedConfig
+
+    def coarsened(self, recorded: Iterable[str]) -> TracedModel:
+        """Return the same model, of which a run recorded these tensors alone."""
+        config = replace(self.config, recorded=tuple(recorded))
+        return TracedModel(config, self.numerics, self.weights, self.recipe)
 
     def _bind(self, recipe: Recipe | None) -> None:
         graph: Graph = self.config.graph

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.base.errors import InvalidArgument
 from degarble.references.traced.graph import Graph, StretchKind, TracedComponent, ViewEdge
 from degarble.references.traced.trace import BoundaryKind
 
@@ -57,7 +57,10 @@ def coarsened(graph: Graph, recorded: Iterable[str]) -> Graph:
     known = {graph.trace.tokens.number, graph.trace.positions.number}
     for name in recorded:
         if name not in names:
-            raise UnknownName.among("recorded tensor", name, names)
+            raise InvalidArgument(
+                "recorded tensor", name, f"one of this model's {len(names)} tensors",
+                "Name the checkpoint that was run, and a reference of the same model.",
+            )  # fmt: skip
         known.add(names[name])
     if len(known) == len(_INPUTS):
         raise InvalidArgument(

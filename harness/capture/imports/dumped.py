@@ -8,6 +8,7 @@ width.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from degarble.harness.capture.engine.maps import TERM, CallSide, ShareKind
 from degarble.harness.capture.engine.ranks import joined
 from degarble.harness.capture.recorded_tensors import RecordedStep
 from degarble.references.traced.family import site_name
+from degarble.references.traced.graph import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -70,6 +72,7 @@ def translated(steps: Sequence[DumpedStep], config: TracedConfig) -> ReadDump:
         )  # fmt: skip
     paths = dict.fromkeys(place[0] for step in steps for rank in step.ranks for place in rank)
     tree = EngineTree.from_paths(paths, ranks=ranks)
+    _require_own(tree, config)
     maps = derived_maps(tree, config.whole)
     names = {site_name(each.name): each.name for each in config.whole.components}
     placed: set[str] = set()
@@ -87,6 +90,27 @@ def translated(steps: Sequence[DumpedStep], config: TracedConfig) -> ReadDump:
     ]
     unplaced = tuple(path for path in paths if path not in placed)
     return ReadDump(found, recorded, unplaced, tuple(apart), ranks=ranks)
+
+
+_LAYER = re.compile(r"layers\.(\d+)(\.|$)")
+
+
+def _require_own(tree: EngineTree, config: TracedConfig) -> None:
+    """Raise if a dump has layers that the model lacks, or packs matrices that it lacks."""
+    own = {name_of(component.module) for component in config.whole.components}
+    parents = {path.rpartition(".")[0] for path in own}
+    for module in tree.modules:
+        path = name_of(module.path)
+        layer = _LAYER.match(path)
+        parent, _, leaf = path.rpartition(".")
+        parts = [f"{parent}.{part}" for part in tree.packed.get(leaf, ())]
+        lacking = path not in own and parent in own | parents and not own & {*parts}
+        if (layer and int(layer[1]) >= len(config.layers)) or (parts and lacking):
+            raise InvalidArgument(
+                "module of the dump", module.path,
+                f"one of a {config.raw.get('model_type')} of {len(config.layers)} layers",
+                "Name the checkpoint that the engine loaded: --model CKPT.",
+            )  # fmt: skip
 
 
 class _Owners:

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
+from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.base.version import VERSION
 from degarble.harness.capture.files.reader import Capture, capture_document, capture_lines
 from degarble.harness.capture.files.writer import CaptureWriter, require_free
 from degarble.harness.capture.imports import dumped, flashinfer, sglang, vllm_states
-from degarble.harness.capture.recorded_tensors import Coverage, TensorRun, splits
+from degarble.harness.capture.recorded_tensors import Coverage, TensorRun
 from degarble.harness.capture.recorder import Recorder
 from degarble.harness.checkpoint.view.view import Checkpoint, fingerprint
 from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MANIFEST
 from degarble.harness.checkpoint.write.manifest import Manifest
+from degarble.harness.inference.traced import traced_config
 from degarble.harness.report.files import require_folder
 from degarble.references.traced.family import TracedConfig
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.capture.imports.dumped import ReadDump
 
-_SHOWN = 3  # spans that are listed, and results that would split one
+_SHOWN = 3  # unplaced modules that are listed
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,12 @@ class ImportSummary:
     def lines(self) -> list[str]:
         """Summarise it in a few lines."""
         wide = self.coverage.wide
-        alone = len(self.coverage.alone) + len(self.coverage.spans) - len(wide)
+        alone = self.coverage.judged_alone
         lines = [
             *capture_lines(Capture.open(self.folder)),
             f"  decides     {alone} components alone, {len(wide)} stretches of several",
         ]
-        lines += [
-            f"  {name}: {len(wide[name])} components judged as one{self._next(name)}"
-            for name in sorted(wide, key=lambda each: -len(wide[each]))[:_SHOWN]
-        ]
+        lines += [f"  {line}" for line in self.coverage.wide_lines()]
         if self.left_out:
             lines.append(f"  left out    {len(self.left_out)} components without all their tensors")
         if self.read.unplaced:
@@ -78,19 +76,10 @@ class ImportSummary:
             )
         return [*lines, f"Wrote {self.folder}"]
 
-    def _next(self, span: str) -> str:
-        names = splits(self.config, span)
-        return f"; to split it, dump {', '.join(names[:_SHOWN])}" if names else ""
-
     def document(self) -> dict[str, Any]:
         """Return the summary as a JSON document."""
         made: dict[str, Any] = {"verdict": None, "origins": [], "cosines": []}
-        made |= {"capture": str(self.folder), "alone": list(self.coverage.alone)}
-        made["spans"] = {
-            name: {"components": list(parts), "dump_next": splits(self.config, name)}
-            for name, parts in self.coverage.wide.items()
-        }
-        made["uncovered"] = list(self.coverage.uncovered)
+        made |= {"capture": str(self.folder)} | self.coverage.document()
         made["left_out"] = dict(self.left_out)
         made |= {"unplaced": list(self.read.unplaced), "ranks_apart": list(self.read.apart)}
         return made | capture_document(Capture.open(self.folder))
@@ -104,12 +93,7 @@ def import_dump(options: ImportOptions) -> ImportSummary:
     require_folder("--out", options.out)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint.open(options.model))
-        if not checkpoint.config:
-            raise UnreadableFile(
-                "--model", str(options.model), "a checkpoint with its config.json",
-                "Name the checkpoint that the engine loaded.",
-            )  # fmt: skip
-        whole = TracedConfig.of(checkpoint.config)
+        whole = traced_config(checkpoint)
         read = KINDS[options.kind](options, whole, checkpoint)
         if not read.recorded:
             raise InvalidArgument(
@@ -123,8 +107,11 @@ def import_dump(options: ImportOptions) -> ImportSummary:
         run = TensorRun(config, Recorder(writer), read.unknown)
         for step in read.steps:
             run.step(step)
-        writer.finish(ranks=read.ranks, ranks_apart=list(read.apart), left_out=sorted(run.left_out))
-    coverage = Coverage.from_config(config, [each.name for each in whole.whole.components])
+        writer.finish(
+            ranks=read.ranks, ranks_apart=list(read.apart), left_out=sorted(run.left_out),
+            unknown=sorted(read.unknown),
+        )  # fmt: skip
+    coverage = Coverage.from_config(config)
     return ImportSummary(options.out, config, coverage, read, dict(run.left_out))
 
 
@@ -148,12 +135,6 @@ def traced_facts(checkpoint: Checkpoint, config: TracedConfig, backend: str) -> 
             "torch": torch.__version__,
         },
     }
-
-
-def recorded_config(facts: Mapping[str, Any]) -> TracedConfig:
-    """Return the traced config of a capture's facts, coarsened to what was recorded."""
-    whole = TracedConfig.of(facts["config"])
-    return TracedConfig(whole.text, whole.dtype, tuple(facts.get("recorded", ())))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from degarble.harness.capture.capture import CaptureSettings, capture
 from degarble.harness.capture.files.reader import Capture, require_usable_inputs
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.options import CaptureFilter as Filter
+from degarble.harness.capture.recorded_tensors import Coverage
 from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
 from degarble.harness.checkpoint.audit.structure.manifest_check import require_as_written
 from degarble.harness.checkpoint.view.view import fingerprint
@@ -72,6 +73,8 @@ def texts_of(run: RecordedRun, model: OpenModel) -> TextRecord:
     notes = []
     if len(spoken) > PROMPTS:
         notes.append(f"The first {PROMPTS} of {len(spoken):,} prompts.")
+    if "tokens" in run.facts.get("unknown", ()):
+        notes.append("The capture does not state its tokens, so no text is shown.")
     short = [pair for pair in spoken[:PROMPTS] if len(pair[0]) <= LENGTH]
     if len(short) < len(spoken[:PROMPTS]):
         notes.append(f"Prompts of more than {LENGTH:,} tokens are left out.")
@@ -90,6 +93,8 @@ def texts_of(run: RecordedRun, model: OpenModel) -> TextRecord:
 
 def captured_texts(run: RecordedRun) -> list[tuple[list[int], list[int]]]:
     """Return each sequence's prompt and the tokens after it."""
+    if "tokens" in run.facts.get("unknown", ()):
+        return []
     stated = run.facts.get("sequences")
     if isinstance(stated, list):
         pairs = [_stated(each) for each in stated]
@@ -179,6 +184,8 @@ class DiagnosedOrigin:
     diagnosed: Diagnosed | None = None
     share: float | None = None
     reproducer: str = ""
+    stretch: tuple[str, ...] = ()  # components that are judged as one here
+    dump_next: tuple[str, ...] = ()  # components whose results would place it closer
 
     @property
     def cause(self) -> str:
@@ -190,9 +197,14 @@ class DiagnosedOrigin:
     @property
     def remedy(self) -> str:
         """Return what to do about it."""
-        if self.diagnosed is None or not self.diagnosed.named:
-            return "Look at this component first: what it was given is right."
-        return " ".join(fault.remedy for fault in self.diagnosed.named[0].faults)
+        if self.diagnosed is not None and self.diagnosed.named:
+            return " ".join(fault.remedy for fault in self.diagnosed.named[0].faults)
+        if self.stretch:
+            return (
+                f"It is one of {len(self.stretch)} components, recorded at their ends alone. To"
+                f" place it closer, dump {', '.join(self.dump_next)}."
+            )
+        return "Look at this component first: what it was given is right."
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +219,7 @@ class CheckResult:
     shares: Shares | None = None
     notes: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
+    coverage: Coverage | None = None  # of a run that recorded few tensors
 
     @property
     def verdict(self) -> Verdict:
@@ -248,9 +261,9 @@ class CheckRun:
         )
         self.model: OpenModel = self._open.enter_context(model)
         require_captured(self.capture, self.model, self.source)
-        config, recipe = self.model.config, self.model.recipe
+        self.twin: BoundModel = as_recorded(self.model.logits_model.bound, self.capture)
+        config, recipe = self.twin.config, self.model.recipe
         require_usable_inputs(self.capture, components(config, recipe), config.vocab_size)
-        self.twin: BoundModel = self.model.logits_model.bound
         run_on_device(self.twin, wanted.device)
         plain = self.model.arithmetic != "twin"
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
@@ -262,7 +275,7 @@ class CheckRun:
         self._open.enter_context(reference)
         require_same_model(self.model.config, reference.config, wanted.reference)
         self._verify(reference)
-        self.reference = reference.logits_model.bound
+        self.reference = as_recorded(reference.logits_model.bound, self.capture)
         run_on_device(self.reference, wanted.device)
 
     def _verify(self, reference: OpenModel) -> None:
@@ -281,10 +294,9 @@ class CheckRun:
         found = localise(self.twin, self.recipe, self.capture, self.reference, report, look)
         if found.twin is not None:
             self.twin = found.twin  # by the conventions that were learned
-        notes: list[str] = []
-        if not self.capture.complete:
-            notes.append("The capture is incomplete: its run ended before its time.")
-        origins = _all_diagnosed(found)
+        notes = _notes_of(self.capture, found)
+        coverage = Coverage.from_facts(self.capture.facts)
+        origins = [_in_stretch(each, coverage) for each in _all_diagnosed(found)]
         shares = None
         if origins and self.model.streamed is None:
             run = found.run or self.capture
@@ -306,6 +318,7 @@ class CheckRun:
             shares,
             tuple(notes),
             self._facts(found),
+            coverage,
         )
 
     def _facts(self, found: Localised) -> dict[str, str]:
@@ -317,6 +330,8 @@ class CheckRun:
         fields |= {
             "conventions": "; ".join(convention.sentence for convention in found.conventions)
         }
+        coverage = Coverage.from_facts(facts)
+        fields["recorded coarsely"] = "; ".join(coverage.lines()) if coverage else None
         fields |= _computed(facts, self._wanted.device)
         return {name: str(value) for name, value in fields.items() if value}
 
@@ -339,6 +354,43 @@ def _computed(facts: Mapping[str, Any], device: str) -> dict[str, str]:
 def _by_role(components: Sequence[object]) -> str:
     roles = dict.fromkeys(_BLOCK.sub("", str(component)) for component in components)
     return f"{len(components)}: {', '.join(roles)}" if components else "none"
+
+
+def as_recorded(bound: BoundModel, capture: Capture) -> BoundModel:
+    """Return the model of a run that may have recorded few tensors."""
+    recorded = capture.facts.get("recorded")
+    return bound.coarsened(recorded) if isinstance(recorded, list) and recorded else bound
+
+
+_MOSTLY = 4  # components with weights, of which more than half differ
+
+
+def _notes_of(capture: Capture, found: Localised) -> list[str]:
+    notes = []
+    if not capture.complete:
+        notes.append("The capture is incomplete: its run ended before its time.")
+    left_out = capture.facts.get("left_out")
+    if isinstance(left_out, list) and left_out:
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        notes.append(f"Not recorded with all tensors in every step: {left_out[0]}{more}.")
+    wrong = {origin.component for origin in found.origins}
+    weighed = [row.component.name for row in found.rows if row.component.weights]
+    if capture.facts.get("recorded") and sum(name in wrong for name in weighed) > max(
+        _MOSTLY, len(weighed) // 2
+    ):
+        notes.append(
+            "Most components differ: is this the checkpoint that the engine loaded? A dump does"
+            " not state it."
+        )
+    return notes
+
+
+def _in_stretch(origin: DiagnosedOrigin, coverage: Coverage | None) -> DiagnosedOrigin:
+    """Add what would place an origin closer, where several components are judged as one."""
+    name = origin.discrepancy.component
+    if coverage is None or name not in coverage.wide:
+        return origin
+    return replace(origin, stretch=coverage.wide[name], dump_next=coverage.dump_next[name])
 
 
 def _all_diagnosed(found: Localised) -> list[DiagnosedOrigin]:

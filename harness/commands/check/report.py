@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from degarble.harness.backends.registry import TORCH
+from degarble.harness.capture.recorded_tensors import SPAN
 from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.commands.check.check import texts_of
 from degarble.harness.commands.report_folder import with_earlier_panels, write_page
@@ -149,7 +150,10 @@ def page_sentence(
             return (
                 f"Built-in reference: no kernel was tested. {calls:,} outputs within their budgets."
             )
-        return f"Every component does what its twin does: {calls:,} outputs within their budgets."
+        every = "Every component"
+        if any(row.component.name.endswith(SPAN) for row in localised.rows):
+            every = "Every component and stretch that was recorded"
+        return f"{every} does what its twin does: {calls:,} outputs within their budgets."
     return "Nothing is claimed: no component could be judged."
 
 
@@ -390,7 +394,7 @@ def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
         "not_judged": [{"component": name, "reason": why} for name, why in found.unjudged],
         "shares": _shares(checked),
         "notes": [*checked.notes, *found.notes],
-    }  # fmt: skip
+    } | ({} if checked.coverage is None else checked.coverage.document())  # fmt: skip
 
 
 def _shares(checked: CheckResult) -> dict[str, Any] | None:
@@ -506,7 +510,13 @@ def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
     yield Text("")
     calls = len(checked.capture.calls)
     names = {row.component.name for row in found.rows}
-    yield from _columns("judged", f"{len(names):,} components, {calls:,} calls", width)
+    wide = {} if checked.coverage is None else checked.coverage.wide
+    words = f"{len(names - wide.keys()):,} components"
+    words += f" and {len(names & wide.keys()):,} stretches of several" if wide else ""
+    yield from _columns("judged", f"{words}, {calls:,} calls", width)
+    if checked.coverage is not None:
+        for line in checked.coverage.lines():
+            yield from _columns("coarse", line, width)
     worst = max((row for row in found.rows if row.ratio == row.ratio), default=None,
                 key=lambda row: row.ratio)  # fmt: skip
     if worst is not None and not checked.origins:

@@ -28,7 +28,8 @@ from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import component_named
-from degarble.harness.model.config.json_file import config_from_dict, config_to_dict
+from degarble.harness.model.config.json_file import config_to_dict
+from degarble.harness.model.family import family_named
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.report.files import usable_folder, whole_file, write_text
 from degarble.harness.report.verdict import Verdict
@@ -224,7 +225,7 @@ def _numbers(weight: Weight, part: tuple[int, int]) -> Weight:
 # fails while the fault is there; to test a fixed kernel, put its outputs in their place.
 
 
-FORMAT = "degarble-case-1"
+FORMAT = "degarble-case-2"
 TENSORS, SCRIPT = "case.safetensors", "reproduce.py"
 _MOST_BYTES = 256 << 20  # of a case; a larger one is not written
 
@@ -303,7 +304,9 @@ class Case:
             "component": self.component,
             "title": self.title,
             "edge": self.edge,
+            "family": self.twin.config.family,
             "config": config_to_dict(self.twin.config),
+            "recorded": list(getattr(self.twin.config, "recorded", ())),
             "numerics": _numerics_told(self.twin.numerics),
             "recipe": [[rule.match, rule.weight, rule.activation] for rule in self.recipe.rules],
         }
@@ -334,18 +337,22 @@ class Case:
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             raise _unreadable(path, f"format {facts.get('format') if facts else None}")
         recipe = Recipe("as stored", tuple(Rule(*rule) for rule in facts["recipe"]))
-        config = config_from_dict(facts["config"])
-        prefix = _prefix(config, facts["component"], recipe)
+        config = family_named(facts["family"]).read(facts["config"])
+        twin = bind(config, _numerics_of(facts["numerics"]), _Some({}), recipe)
+        if facts["recorded"]:
+            twin = twin.coarsened(facts["recorded"])
+        prefix = _prefix(twin.config, facts["component"], recipe)
         parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith("weights."):
                 local, _, part = name.removeprefix("weights.").rpartition(".")
                 parts.setdefault(prefix + local, {})[part] = tensor
-        weights = {
-            name: Weight(value=held.get("value"), input_scale=held.get("input_scale"))
-            for name, held in parts.items()
-        }
-        twin = bind(config, _numerics_of(facts["numerics"]), _Some(weights), recipe)
+        twin.weights = _Some(
+            {
+                name: Weight(value=held.get("value"), input_scale=held.get("input_scale"))
+                for name, held in parts.items()
+            }
+        )
         inputs, captured = (
             {n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{side}.")}
             for side in ("inputs", "captured")

@@ -674,12 +674,16 @@ def missing_calls(known: TwinComponents, run: RecordedRun) -> Iterator[Discrepan
     every = {name for names in ran.values() for name in names}
     ever = {known.components[name].role for name in every & known.components.keys()}
     blocks = {s: {_block(n) for n in names} for s, names in ran.items()}
+    stated = run.facts.get("left_out")  # an engine's run: without all tensors in some step
+    left_out = frozenset(stated if isinstance(stated, list) else ())
     # The last step of an interrupted capture may be incomplete.
     last = None if getattr(run, "complete", True) else max(ran, default=None)
     found: dict[str, list[int]] = {}
     for step, names in ran.items():
         for name, component in known.components.items():
             if component.block is None or step == last or component.role not in ever:
+                continue
+            if name in left_out:
                 continue
             if name not in names and _block(name) in blocks[step]:
                 found.setdefault(name, []).append(step)

@@ -11,23 +11,20 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.engine.derived import EngineTree, derived_maps
-from degarble.harness.capture.engine.session import EngineCapture, Scheduled
-from degarble.harness.capture.engine.traced import join_traced, maps_of_model
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.imports.importing import recorded_config
-from degarble.harness.capture.options import CaptureRequest
+from degarble.harness.capture.recorded_tensors import recorded_config
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.numerics import Numerics
 from degarble.references.traced.family import TracedModel
+from degarble.suites.capture.engine.engine_runs import engine_capture
 from degarble.suites.capture.imports import dumps
 from degarble.suites.references.traced.traced_models import (
     built,
     config_of,
-    raw_config,
     weights_of,
 )
-from degarble.suites.support.engine_stand_in import engine_models, generated
+from degarble.suites.support.engine_stand_in import engine_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,24 +38,7 @@ def _judged(
 ) -> Any:
     """Capture two requests of an engine on its ranks, join, and judge."""
     source = dumps.checkpoint(name, folder / "ckpt")
-    models = engine_models(source, ranks)
-    raw = raw_config(name, torch.bfloat16)
-    captures = []
-    for number, model in enumerate(models):
-        if plant is not None:
-            plant(number, model.model)
-        places, facts = maps_of_model(model, raw, ranks)
-        own = folder / f"rank-{number}"
-        captures.append(EngineCapture(own, model, places, CaptureRequest(count=2), facts))
-
-    def before(rank: int, batch: Any, _ids: Any, _positions: Any) -> None:
-        captures[rank].batch([Scheduled(str(n), start, tokens) for n, start, tokens in batch])
-
-    generated(models, dumps.PROMPTS, 3, before)
-    for capture in captures:
-        capture.close()
-    out = folder / "out"
-    apart = join_traced([folder / f"rank-{n}" for n in range(ranks)], folder / "ckpt", out)
+    out, apart = engine_capture(source, folder, ranks, plant)
     joined = Capture.open(out)
     config: Any = recorded_config(joined.facts)
     exact = torch.float64

@@ -10,11 +10,8 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName, UnreadableFile
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.imports.importing import (
-    ImportOptions,
-    import_dump,
-    recorded_config,
-)
+from degarble.harness.capture.imports.importing import ImportOptions, import_dump
+from degarble.harness.capture.recorded_tensors import recorded_config
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.numerics import Numerics
