@@ -17,6 +17,9 @@ from degarble.suites.kernels import memory_checks as checks
 PROGRAM = "compute-sanitizer"
 SECONDS = 240
 FOUND = 99  # its exit status where it found something
+# Bytes between allocations: a read far past a small tensor's end would else meet the next tensor,
+# as reads of 123 rows past the compressor's projections did.
+PADDING = 1 << 20
 NOT_WATCHED = {  # probes of a chip's arithmetic, watched with the kernels that they came before
     "simt_probe_formats", "simt_probe_requantise",
 }  # fmt: skip
@@ -28,8 +31,9 @@ def watched(group: str) -> tuple[int, str]:
     """Run a group's launches under the checker; exit status and all that was said."""
     words = (
         PROGRAM, "--tool", "memcheck", "--error-exitcode", str(FOUND),
+        "--padding", str(PADDING),
         # What a driver does not know is asked for at every start, and is no error of a kernel.
-        "--report-api-errors", "no", "--kernel-regex", "kns=cutlass",
+        "--report-api-errors", "no", "--kernel-name", "kns=cutlass",
         sys.executable, "-m", "degarble.suites.kernels.memory_checks", group,
     )  # fmt: skip
     own = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
