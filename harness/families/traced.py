@@ -10,6 +10,8 @@ from degarble.harness.model.family import ModelFamily
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from degarble.harness.model.components import Component
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.recipes import Recipe
@@ -58,6 +60,18 @@ class Traced(ModelFamily):
 
         del absorbed
         return TracedForward(bound)
+
+    def rows_needed(self, config: TracedConfig, component: Component, earlier: int) -> int | None:
+        """Return how far attention looks back into what this cache gives it."""
+        from degarble.references.traced.family import rows_needed  # noqa: PLC0415  heavy
+
+        return rows_needed(config, component, earlier)
+
+    def arrived(self, config: TracedConfig, via: str, made: Tensor) -> Tensor | None:
+        """Return a view of an output."""
+        from degarble.references.traced.family import arrived  # noqa: PLC0415  heavy
+
+        return arrived(config, via, made)
 
 
 FAMILY = Traced()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.site_forms import ComponentForms, FormTable
     from degarble.harness.model.types import Block, Yarn
 
+VIEW = "view_"  # begins an input's `via` where it is a view of its producer's output
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -185,6 +186,11 @@ class ModelFamily:
     def earlier_window(self, config: Any) -> int | None:
         """Return how many earlier rows a sliding window reaches; None where there is none."""
         del config
+        return None
+
+    def rows_needed(self, config: Any, component: Component, earlier: int) -> int | None:
+        """Return how many of a sequence's earlier rows a memory has to keep; None for all."""
+        del config, component, earlier
         return None
 
     def arrived(self, config: Any, via: str, made: Tensor) -> Tensor | None:

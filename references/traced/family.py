@@ -17,6 +17,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.model.components import Component, Input, quantised_input
+from degarble.harness.model.family import VIEW
 from degarble.harness.model.parameters import Parameter, Row, parameter_named
 from degarble.harness.model.recipes import Recipe
 from degarble.harness.model.sites import Port, Site
@@ -26,7 +27,13 @@ from degarble.references.components.common import act_quant
 from degarble.references.facts import ModelFacts, formats_by_block, local_name, spans_of
 from degarble.references.linears import activation_values, product, weight_values
 from degarble.references.numerics import cast
-from degarble.references.traced.definitions import EachOperation, Roundings, compute
+from degarble.references.traced.definitions import (
+    EachOperation,
+    Roundings,
+    admitted_keys,
+    compute,
+)
+from degarble.references.traced.evaluate import view_of
 from degarble.references.traced.graph import Graph, StretchKind, TracedComponent, cut, name_of
 from degarble.references.traced.spans import ComponentSpan, coarsened
 from degarble.references.traced.trace import BoundaryKind, trace
@@ -255,12 +262,52 @@ def _input(graph: Graph, names: Mapping[str, str], name: str, number: int) -> In
     via, edge = "", graph.edges.get(number)
     if edge is not None:
         (source,) = edge.sources
-        number, via = source.number, f"view_{number}"
+        number, via = source.number, f"{VIEW}{number}"
         if number in (graph.trace.positions.number, graph.trace.tokens.number):
             return Input(name, (), via)
     component, output = graph.makers[number]
     site = Site(names[component], Port.OUT, "" if output == "out" else output)
     return Input(name, (site,), via)
+
+
+def arrived(config: TracedConfig, via: str, made: Tensor) -> Tensor | None:
+    """Return an output as the view of it that a component is given; None for no view."""
+    edge = config.graph.edges.get(int(via.removeprefix(VIEW))) if via.startswith(VIEW) else None
+    if edge is None or len(edge.sources) != 1:
+        return None
+    (source,) = edge.sources
+    number = int(via.removeprefix(VIEW))
+    return view_of(config.graph.trace, edge, {source.number: made}, number)
+
+
+def rows_needed(config: TracedConfig, component: Component, earlier: int) -> int | None:
+    """Return how many earlier rows the next token attends to in what a cache gives it."""
+    reader = _readers(config).get(component.name)
+    if reader is None or "mask" in reader.inputs:
+        return None
+    admitted = admitted_keys(reader.facts.get("mask"), 1, earlier + 1)[0, :earlier].nonzero()
+    return earlier - int(admitted[0]) if len(admitted) else 0
+
+
+@lru_cache(maxsize=8)
+def _readers(config: TracedConfig) -> Mapping[str, TracedComponent]:
+    """Return the attention that reads each cache, by the cache's name."""
+    graph = config.graph
+    caches = {
+        ref.number: site_name(each.name)
+        for each in graph.components
+        if each.kind is BoundaryKind.CACHE
+        for ref in each.outputs.values()
+    }
+    found: dict[str, TracedComponent] = {}
+    for each in graph.components:
+        key = each.inputs.get("key")
+        if each.kind is BoundaryKind.ATTENTION and key is not None:
+            edge = graph.edges.get(key.number)
+            sources = () if edge is None else edge.sources
+            numbers = (key.number, *(ref.number for ref in sources))
+            found |= {caches[number]: each for number in numbers if number in caches}
+    return found
 
 
 def logical_name(parameter: str) -> str:

@@ -615,12 +615,12 @@ def judged(name: str, run_name: str, change: Change | None) -> Localised:
     run = MemoryRun({})
     ids = torch.randint(0, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
     within = None if change is None else change(model)
-    with torch.inference_mode(), recording(model, config, Recorder(run)), _entered(within):
+    # The plant is entered first, so that the recorder sees what the model meant to compute.
+    with torch.inference_mode(), _entered(within), recording(model, config, Recorder(run)):
         cache = DynamicCache(config=model.config)
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        if name not in SETTINGS:  # the cache of a window forgets
-            new = out.logits[:, -1].argmax(-1, keepdim=True)
-            model(input_ids=new, past_key_values=cache, use_cache=True)
+        new = out.logits[:, -1].argmax(-1, keepdim=True)
+        model(input_ids=new, past_key_values=cache, use_cache=True)
     numerics = replace(Numerics.bf16(), work=torch.float64, products=torch.float64, store=dtype)
     return localise(TracedModel(config, numerics, weights), recipe_named("bf16", config), run)
 

@@ -32,14 +32,15 @@ def judged(
     plant: Callable[[Any], object] | None = None,
     device: str = "cpu",
     prepare: Callable[[Any], object] | None = None,
+    **settings: Any,
 ) -> Any:
     """Judge a prompt of two sequences and two decoding steps.
 
-    `prepare` changes the model, and `plant` only what runs.
+    `prepare` changes the model, and `plant` only what runs; `settings` are of its config.
     """
-    model: Any = built(name, dtype)
+    model: Any = built(name, dtype, **settings)
     model.set_attn_implementation(attention)
-    config: Any = config_of(name, dtype)
+    config: Any = config_of(name, dtype, **settings)
     if prepare is not None:
         prepare(model)
     weights = weights_of(model)
@@ -173,6 +174,57 @@ def test_a_fault_on_a_gpu_is_placed_in_exactly_its_component(plant: str) -> None
     change, places = _PLANTS[plant]
     found = judged("llama", torch.bfloat16, "eager", change, "cuda")
     assert {origin.component for origin in found.origins} == places
+
+
+_WINDOWED = [("gpt_oss", 8), ("gpt_oss", 22), ("gemma3_text", 8), ("mistral", 24)]
+
+
+@pytest.mark.parametrize(("name", "window"), _WINDOWED)
+def test_a_cache_may_forget_what_no_later_token_attends_to(name: str, window: int) -> None:
+    found = judged(name, torch.bfloat16, "eager", sliding_window=window)
+    assert [origin.component for origin in found.origins] == []
+    assert found.verdict == "AGREES"
+    assert not found.unjudged
+
+
+def _cache_moved(side: str) -> Callable[[Any], object]:
+    """Move the rows of a layer's cache by one token after every pass."""
+
+    def moved(_model: Any, _given: Any, out: Any) -> None:
+        layer = out.past_key_values.layers[0]
+        setattr(layer, side, getattr(layer, side).roll(1, -2))
+
+    return lambda model: model.register_forward_hook(moved)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize(("name", "window"), [("llama", None), ("gpt_oss", 8)])
+def test_rows_of_a_cache_in_another_order_are_found(
+    name: str, window: int | None, side: str
+) -> None:
+    settings: dict[str, Any] = {} if window is None else {"sliding_window": window}
+    found = judged(name, torch.bfloat16, "eager", _cache_moved(side), **settings)
+    (origin,) = found.origins
+    assert origin.context.component.name == "layers.0.self_attn.cache"
+    assert origin.site.name == f"state_{side.removesuffix('s')}"
+
+
+def test_a_view_that_is_not_of_its_producer_is_found() -> None:
+    """Latent attention takes its values out of a projection's rows, which no module does."""
+
+    def plant(model: Any) -> None:
+        own = _layer(model).self_attn.expand_kv
+
+        def expand_kv(latent: torch.Tensor, turned: torch.Tensor) -> Any:
+            keys, values = own(latent, turned)
+            return keys, values.flip(1)
+
+        _layer(model).self_attn.expand_kv = expand_kv
+
+    found = judged("deepseek_v3", torch.bfloat16, "eager", plant)
+    (origin,) = found.origins
+    assert origin.context.component.name == "layers.1.self_attn.attention"
+    assert origin.site.name == "value"
 
 
 def _router(model: Any, layer: int, change: Callable[..., Any]) -> None:

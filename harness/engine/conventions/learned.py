@@ -1,13 +1,17 @@
 """Infer the undeclared arithmetic conventions of a run from how well its components fit.
 
-A value other than the assumed one is learned only if it explains discrepancies and fits all
-witnesses. A witness is a component that the convention concerns and that agrees with its twin under
-some value. It has to agree under the learned value and be clearly nearer to that twin: a wider
-budget alone explains nothing. A component that disagrees under every value is no witness. It stays
-a finding, and such components have to be the minority. A component that agrees under both values
-and is clearly nearer under the assumed one is a veto. Most conventions need two witnesses: a single
-component that departs from the rest of its model is a finding, never a convention. What was
-recorded without its tensors cannot testify, so nothing is learned of its role.
+A value other than the assumed one is learned only if it explains discrepancies, and if more
+components show it than speak against it. A witness agrees with its twin under the value and is
+clearly nearer to that twin: a wider budget alone explains nothing. A component speaks against a
+value if it agrees under the assumed one and either disagrees under the other, or is clearly nearer
+to the assumed twin. Outvoted, it is judged by the value that the others show: so one component that
+departs from its model is a finding, whichever way it departs, and never a convention. A component
+that disagrees under every value is no evidence and stays a finding, however many they are. Only
+where agreement alone is asked of a witness do these have to be the minority.
+
+Most conventions need two witnesses. One suffices where the run shows the same habit elsewhere, as
+eager code that stores every result does in norms and in experts. What was recorded without its
+tensors cannot testify, so nothing is learned of its role.
 
 Conventions that share a component are learned together. Each role that differs proposes the values
 that cure it; then every role is judged under the union of the proposals. So a role whose numbers
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
 
 LEANS = 2.0  # factor between squared distances that makes a twin clearly nearer
 _CHANGED = 3  # conventions of one role whose values are changed together, at most
-_ASKED_FIRST = 4  # differing components tried first; if none agrees, skip the others
+_ASKED_FIRST = 4  # differing components tried first, nearest first; if none agrees, skip the others
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def learn(
     """Return the values that a run shows; among equal explanations keep `declared` ones."""
     found: list[LearnedConvention] = []
     for group in _groups(conventions, evidence):
-        found += _Search(group, evidence, frozenset(declared)).learned()
+        found += _Search(group, evidence, frozenset(declared), tuple(found)).learned()
     return tuple(found)
 
 
@@ -172,24 +176,31 @@ def _groups(
 
 def _lonely(convention: Convention, evidence: ConventionEvidence) -> bool:
     """Tell whether a convention concerns too few components to be learned."""
-    return sum(role in convention.roles for role in evidence.roles.values()) < convention.witnesses
+    needed = 1 if convention.habit else convention.witnesses
+    return sum(role in convention.roles for role in evidence.roles.values()) < needed
 
 
 @dataclass(frozen=True)
 class _Stand:
-    """How the components of a role react to values: those cured, and those that still differ."""
+    """How the components of a role react to values: cured, still different, or against them."""
 
-    witnesses: tuple[str, ...]
-    sick: tuple[str, ...]
+    witnesses: tuple[str, ...] = ()
+    sick: tuple[str, ...] = ()
+    against: tuple[str, ...] = ()
 
 
 class _Search:
     """The search for the values of conventions that share roles."""
 
     def __init__(
-        self, group: Sequence[Convention], evidence: ConventionEvidence, declared: frozenset[str]
+        self,
+        group: Sequence[Convention],
+        evidence: ConventionEvidence,
+        declared: frozenset[str],
+        earlier: Sequence[LearnedConvention] = (),
     ) -> None:
         self._group, self._evidence, self._declared = group, evidence, declared
+        self._earlier = {learned.name: learned.witnesses for learned in earlier}
         present = dict.fromkeys(evidence.roles.values())
         self._roles = [
             role for role in present if any(role in convention.roles for convention in group)
@@ -207,7 +218,8 @@ class _Search:
         deep: set[str] = set()
         while True:
             values, conventions = self._best(deep)
-            left = {role for role in self._odd if self._is_sick(role, values)} - deep
+            against = any(self._against(role, values) for role in self._roles)
+            left = {role for role in self._odd if against or self._is_sick(role, values)} - deep
             if not left:
                 return conventions
             deep |= left
@@ -218,6 +230,7 @@ class _Search:
             stands = [self._stand(role, self._concerning(role, values)) for role in self._odd]
             if all(stands):
                 sick = sum(len(stand.sick) for stand in stands if stand is not None)
+                sick += sum(len(self._against(role, values)) for role in self._roles)
                 # Prefer few sick components, then declared values unchanged, then few changes.
                 ranked.append((sick, len(values.keys() & self._declared), len(values), values))
         for *_, values in sorted(ranked, key=lambda each: each[:3]):
@@ -229,6 +242,10 @@ class _Search:
     def _is_sick(self, role: str, values: Values) -> bool:
         stand = self._stand(role, self._concerning(role, values))
         return stand is None or bool(stand.sick)
+
+    def _against(self, role: str, values: Values) -> tuple[str, ...]:
+        stand = self._stand(role, self._concerning(role, values))
+        return () if stand is None else stand.against
 
     def _unions(self, deep: set[str]) -> list[dict[str, Any]]:
         """Join the roles' proposals in every way without a contradiction; each role may abstain."""
@@ -249,6 +266,7 @@ class _Search:
         """
         evidence = self._evidence
         odd = [name for name in evidence.components(role) if evidence.differs(name)]
+        odd.sort(key=lambda name: evidence.fit_of(name, {}).distance)
         found: list[Values] = []
         cured = 0  # changes after which no component of the role stays sick
         for values in _changes([e for e in self._group if role in e.roles], evidence.assumed):
@@ -259,50 +277,62 @@ class _Search:
             stand = self._stand(role, values)
             if stand is not None and stand.witnesses:
                 found.append(values)
-                cured = cured or (0 if stand.sick else len(values))
+                cured = cured or (0 if stand.sick or stand.against else len(values))
         return found
 
     def _concerning(self, role: str, values: Values) -> dict[str, Any]:
         return {e.name: values[e.name] for e in self._group if e.name in values and role in e.roles}
 
     def _stand(self, role: str, values: Values) -> _Stand | None:
-        """Return how a role reacts to values; None where one of its components is against them."""
+        """Return how a role reacts to values; None where one of its components cannot testify."""
         evidence, names = self._evidence, self._evidence.components(role)
         odd = [name for name in names if evidence.differs(name)]
         if not values:
-            return _Stand((), tuple(odd))
+            return _Stand(sick=tuple(odd))
         # Recorded without tensors: these components could contradict, so nothing is learned.
         if any(name in evidence.unknown for name in names):
             return None
-        if not all(evidence.allows(name, values) for name in names if name not in odd):
-            return None
         good = tuple(name for name in names if evidence.supports(name, values))
-        return _Stand(good, tuple(name for name in odd if name not in good))
+        return _Stand(
+            good,
+            tuple(name for name in odd if name not in good),
+            tuple(n for n in names if n not in odd and not evidence.allows(n, values)),
+        )
 
     def _witnesses_of(self, values: Values) -> list[LearnedConvention] | None:
-        """Return the witnesses of each value; None where one has too few, or a role is against."""
+        """Return the witnesses of each value; None where one has too few, or cannot be judged."""
         stands = {role: self._stand(role, self._concerning(role, values)) for role in self._roles}
-        found = []
+        shown: dict[str, tuple[str, ...]] = {}
+        outvoted: dict[str, int] = {}
         for convention in self._group:
             if convention.name not in values:
                 continue
-            witnesses, sick = [], 0
-            for role in self._roles:
-                stand = stands[role]
-                if stand is None:
-                    return None
-                if role in convention.roles:
-                    sick += len(stand.sick)
-                    witnesses += [
-                        n for n in stand.witnesses if self._shows(n, convention.name, values)
-                    ]
-            # The components that stay sick have to be the minority.
-            if len(witnesses) < max(convention.witnesses, sick + 1):
+            own = [stands[role] for role in self._roles if role in convention.roles]
+            known = [stand for stand in own if stand is not None]
+            if len(known) < len(own):
                 return None
-            found.append(
-                LearnedConvention(convention.name, values[convention.name], tuple(witnesses))
+            shown[convention.name] = tuple(
+                n for stand in known for n in stand.witnesses
+                if self._shows(n, convention.name, values)
+            )  # fmt: skip
+            outvoted[convention.name] = sum(
+                len(stand.against) + (len(stand.sick) if convention.leans < LEANS else 0)
+                for stand in known
             )
-        return found
+        for convention in self._group:
+            if convention.name in values:
+                needed = 1 if self._is_habit(convention, shown) else convention.witnesses
+                if len(shown[convention.name]) < max(needed, outvoted[convention.name] + 1):
+                    return None
+        return [LearnedConvention(name, values[name], found) for name, found in shown.items()]
+
+    def _is_habit(self, convention: Convention, shown: Mapping[str, tuple[str, ...]]) -> bool:
+        """Tell whether the run shows the habit of a convention in another one as well."""
+        return convention.habit != "" and any(
+            REGISTRY[name].habit == convention.habit and len(found) >= REGISTRY[name].witnesses
+            for name, found in {**self._earlier, **shown}.items()
+            if name != convention.name and name in REGISTRY
+        )
 
     def _shows(self, component: str, name: str, values: Values) -> bool:
         """Tell whether a component is clearly nearer with this value than with only the others."""

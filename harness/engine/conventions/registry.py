@@ -68,6 +68,7 @@ class Convention:
     witnesses: int = 2  # components required; 1 where no fault looks like it
     by_family: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     leans: float = 2.0  # factor by which a witness's squared distance has to be smaller
+    habit: str = ""  # of the code that computes; conventions of one habit support each other
 
     def assumed(self, numerics: Numerics, family: str) -> Any:
         """Return the value by which a twin computes."""
@@ -138,6 +139,7 @@ def _roles(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
+_EAGER = "eager code stores every result"
 _STORED = {True: "stored in BF16", False: "kept in float32"}
 _COMPUTED = {True: "in BF16", False: "in float32"}
 _NORMS = "norm enorm hnorm attn.norm attn.q_norm attn.kv_norm ffn.norm"
@@ -173,18 +175,21 @@ _ROUNDINGS = (
             " traced.experts traced.module traced.rotation traced.residual traced.gated"
             " traced.stretch"
         ),
+        habit=_EAGER,
     ),
     Convention(
         "attention_operations_stored",
         "logits and shares on the way inside attention",
         {True: "stored after every operation, as eager code does", False: "kept in float32"},
         _roles("traced.attention"),
+        habit=_EAGER,
     ),
     Convention(
         "expert_sums_stored",
         "the sum over a token's experts",
         {True: "stored after every expert, as eager code does", False: "stored once"},
         _roles("traced.experts"),
+        habit=_EAGER,
     ),
     Convention(
         "attention_in_storage_dtype",

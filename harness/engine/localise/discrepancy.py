@@ -93,7 +93,7 @@ def source_of(component: Component, name: str) -> Site | None:
     # state_X holds earlier rows of the input X, so X's producer wrote them.
     kept = name.removeprefix(_STATE)
     found = (e for e in component.inputs if e.name == kept and e.sources)
-    return next((e.sources[0] for e in found if not e.via.startswith("view")), None)
+    return next((each.sources[0] for each in found), None)
 
 
 def is_memory(component: Component, name: str) -> bool:

@@ -15,7 +15,7 @@ from degarble.harness.engine.localise.discrepancy import source_of
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.engine.localise.replay import STATE, Batch, is_ragged
 from degarble.harness.model.config.config import compressor_windows
-from degarble.harness.model.family import family_of
+from degarble.harness.model.family import VIEW, family_of
 from degarble.harness.model.types import LayerType
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ class InputReconstruction:
         self._steps = {step.number: step for step in run.steps}
         self._calls = {(call.step, call.component): call for call in run.calls}
         self._shifts: dict[str, bool] = {}  # by layer
-        self._histories: dict[Site, dict[int, list[tuple[int, SequencePart, Tensor | None]]]] = {}
+        self._histories: dict[
+            tuple[Site, str], dict[int, list[tuple[int, SequencePart, Tensor | None]]]
+        ] = {}  # of a producer, in a form in which its output arrives
 
     @cached_property
     def _parts(self) -> dict[int, list[SequencePart]]:
@@ -213,7 +215,7 @@ class InputReconstruction:
         """Return whether an input's value is known, and the value: None if none should arrive."""
         step = self._steps[call.step]
         if each.via == "state":
-            return self._state(step, component, each.name)
+            return self._state(step, component, each.name, call.inputs.get(each.name))
         if each.via in {"tokens", "positions", "offsets"}:
             return True, self._outside(step, each.via)
         if len(each.sources) != 1:
@@ -236,7 +238,9 @@ class InputReconstruction:
         if each.via:
             config = self._known.twin.config
             arrived = family_of(config).arrived(config, each.via, made)
-            return arrived is not None, arrived
+            if arrived is None:
+                return False, None
+            made = arrived
         rows = call.inputs[each.name].shape[:1]
         if rows and made.ndim and made.shape[0] == len(step.tokens) != rows[0]:
             last = [part.tokens.stop - 1 for part in self._parts[step.number]]
@@ -245,25 +249,37 @@ class InputReconstruction:
         return True, made
 
     def _state(
-        self, step: CapturedStep, component: Component, name: str
+        self, step: CapturedStep, component: Component, name: str, kept: CapturedTensor | None
     ) -> tuple[bool, Tensor | None]:
         """Concatenate what earlier steps left for every sequence of this step."""
         source = source_of(component, name)
         if source is None:
             return False, None
         own, found = name in _POOLED_STATE, []
+        # A memory that forgets keeps as many rows of every sequence.
+        held = kept.shape[0] // len(self._parts[step.number]) if kept and kept.shape else 0
         for part in self._parts[step.number]:
-            made = self._before(step, part, source)
+            made = self._before(step, part, source, _view_of(component, name))
             if made is None:
                 return False, None
             if own:
                 made = made[-1:] or self._empty(step, component, name)
                 if not made:
                     return False, None
-            found += self._window(name, made)
+            found += self._window(name, self._remembered(component, part.start, held, made))
         if not found:
             return True, None
         return True, torch.stack(found) if own else torch.cat(found)
+
+    def _remembered(
+        self, component: Component, earlier: int, held: int, tensors: list[Tensor]
+    ) -> list[Tensor]:
+        """Return the last rows: those that later tokens attend to, or more where these are held."""
+        config = self._known.twin.config
+        needed = family_of(config).rows_needed(config, component, earlier)
+        if needed is None or not tensors:
+            return tensors
+        return [torch.cat(tensors)[max(0, earlier - max(needed, held)) :]]
 
     def _window(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
         """Return the last rows of the window only: V4's attention is given no others."""
@@ -276,9 +292,11 @@ class InputReconstruction:
         # Trap: with a window of one token, rows[-0:] would return all rows.
         return [rows[max(0, len(rows) - reach) :]]
 
-    def _before(self, step: CapturedStep, part: SequencePart, source: Site) -> list[Tensor] | None:
+    def _before(
+        self, step: CapturedStep, part: SequencePart, source: Site, via: str
+    ) -> list[Tensor] | None:
         """Return a producer's output for a sequence in earlier steps; None if not known."""
-        history = self._history(source).get(part.owner, ())
+        history = self._history(source, via).get(part.owner, ())
         found, reached = [], 0
         for number, earlier, tensor in history:
             if number >= step.number:
@@ -290,13 +308,18 @@ class InputReconstruction:
             found.append(tensor)
         return found if reached == part.start else None
 
-    def _history(self, source: Site) -> Mapping[int, list[tuple[int, SequencePart, Tensor | None]]]:
+    def _history(
+        self, source: Site, via: str
+    ) -> Mapping[int, list[tuple[int, SequencePart, Tensor | None]]]:
         """Return all that a producer output, by sequence; cached."""
-        known = self._histories.get(source)
+        known = self._histories.get((source, via))
         if known is None:
-            known = self._histories[source] = {}
+            known = self._histories[source, via] = {}
+            config = self._known.twin.config
             for number in sorted(self._steps):
                 whole = self._output(number, source)
+                if via and whole is not None:
+                    whole = family_of(config).arrived(config, via, whole)
                 for place, part in enumerate(self._parts[number]):
                     made = None if whole is None else self._cut(whole, number, place, source)
                     known.setdefault(part.owner, []).append((number, part, made))
@@ -323,6 +346,12 @@ class InputReconstruction:
             return []
         rows = component.block.ratio * compressor_windows(component.block)
         return [made.new_zeros(rows, made.shape[1])]
+
+
+def _view_of(component: Component, name: str) -> str:
+    """Return the view in which a memory's rows arrived; empty where they are as they were made."""
+    kept = (each for each in component.inputs if each.name == name.removeprefix(STATE))
+    return next((each.via for each in kept if each.via.startswith(VIEW)), "")
 
 
 def alike(implied: Tensor, captured: Tensor) -> bool:

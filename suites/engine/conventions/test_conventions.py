@@ -266,10 +266,13 @@ NEAR, FAR = ConventionFit(True, False, 1.0), ConventionFit(True, False, 9.0)
         ([(WRONG, FITS)] * 3 + [(WRONG, WRONG)], 3),  # one is sick
         ([(WRONG, FITS)] * 3 + [(FITS, FITS)], 3),  # one says nothing
         ([(WRONG, FITS)] + [(FAR, NEAR)] * 3, 4),  # they lean to it
-        ([(WRONG, FITS)] * 3 + [(NEAR, FAR)], 0),  # one leans to the official value
-        ([(WRONG, FITS)] * 3 + [(FITS, WRONG)], 0),  # one contradicts it
+        ([(WRONG, FITS)] * 3 + [(NEAR, FAR)], 3),  # one leans to the official value
+        ([(WRONG, FITS)] * 3 + [(FITS, WRONG)], 3),  # one contradicts it
+        ([(WRONG, FITS)] * 2 + [(FITS, WRONG)] * 2, 0),  # as many contradict it
+        ([(WRONG, FITS)] * 2 + [(NEAR, FAR)] * 2, 0),  # as many lean to the official value
         ([(WRONG, FITS)] + [(FITS, FITS)] * 3, 0),  # one alone is a finding
-        ([(WRONG, FITS)] * 2 + [(WRONG, WRONG)] * 2, 0),  # as many are sick
+        ([(WRONG, FITS)] * 2 + [(WRONG, WRONG)] * 2, 2),  # the sick are no evidence
+        ([(WRONG, FITS)] + [(WRONG, WRONG)] * 3, 0),  # one is none either
         ([(WRONG, WRONG)] * 4, 0),
         ([(FITS, FITS)] * 4, 0),
         ([(WRONG, ConventionFit(False, False, 0.0))] * 4, 0),  # undecided explains nothing
@@ -281,6 +284,43 @@ def test_what_is_learned_from_which_witnesses(layers: list[Any], learned: int) -
     assert [len(convention.witnesses) for convention in conventions] == (
         [learned] if learned else []
     )
+
+
+def _three_experts(shown: int) -> list[Any]:
+    """Learn from three experts, of which two are sick; `shown` norms store every result."""
+    roles = {f"norm{n}": "traced.norm" for n in range(shown)}
+    roles |= {f"experts{n}": "traced.experts" for n in range(3)}
+
+    def fit(name: str, values: Mapping[str, Any]) -> ConventionFit:
+        if name in {"experts1", "experts2"}:
+            return WRONG
+        asked = {"operations_stored"} if name.startswith("norm") else {
+            "operations_stored", "expert_sums_stored"
+        }  # fmt: skip
+        return FITS if all(values.get(each) is True for each in asked) else WRONG
+
+    names = ("operations_stored", "expert_sums_stored")
+    group = [REGISTRY[name] for name in names]
+    evidence = ConventionEvidence(roles, fit, dict.fromkeys(names, False))
+    return [(each.name, len(each.witnesses)) for each in learn(group, evidence)]
+
+
+def test_one_witness_suffices_where_the_run_shows_the_habit_elsewhere() -> None:
+    assert _three_experts(2) == [("operations_stored", 3), ("expert_sums_stored", 1)]
+    assert _three_experts(0) == []
+
+
+def test_the_nearest_of_many_differing_components_are_asked_first() -> None:
+    """Sick components come first, and there are more of them than are asked."""
+    sick = (ConventionFit(False, True, 1e4), ConventionFit(False, True, 1e4))
+    roles = {f"layers.{number}.attn.attend": "attn.attend" for number in range(8)}
+
+    def fit(name: str, values: Mapping[str, Any]) -> ConventionFit:
+        layer = int(name.split(".")[1])
+        return (sick if layer < 5 else (WRONG, FITS))[bool(values)]
+
+    (found,) = learn([A], ConventionEvidence(roles, fit, {A.name: True}))
+    assert len(found.witnesses) == 3
 
 
 # Two conventions that share the role of `m`, and roles of their own, `a` and `b`.

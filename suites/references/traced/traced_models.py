@@ -147,6 +147,9 @@ def built(
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         else:
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in path else 0.0, std=0.1)
+    for path, buffer in model.named_buffers():
+        if path.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     return model
 
 
