@@ -1,20 +1,27 @@
 """Faults planted into tiny transformers models, by hand: are place and cause found?
 
     python -m degarble.suites.campaigns.traced_plants [--models llama,gpt_oss] [--runs bf16,fp32]
+        [--plants "no sinks,pairs"] [--out results.jsonl]
+
+A campaign continues where its file of results ends, so that models may run one after the other.
 
 Each plant changes transformers' own module, and not our definition of it. A plant is localised if
 exactly its components are the origins; `first` if the first cause that is named of each is right;
-`wrong` if another cause is named first.
+`wrong` if another cause is named first. Counted are those that differ by `LARGE` budgets or more.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import sys
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -31,14 +38,18 @@ from degarble.references.traced.family import TracedModel
 from degarble.suites.references.traced.traced_models import built, config_of, weights_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from degarble.harness.engine.localise.localise import Localised
 
     Change = Callable[[Any], Any]  # of a model; may return a context manager to run within
 
+LARGE = 3.0  # budgets: smaller plants are not counted
+_COUNTED = ("localised", "first", "wrong")
 LAYERS, AT = 4, 2  # layers of a model, and the one that is changed
-MODELS = ("llama", "qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3")
+MODELS = (
+    "llama", "qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3", "mixtral", "granite", "qwen2",
+)  # fmt: skip
 RUNS = {
     "bf16": ("eager", torch.bfloat16), "fp32": ("eager", torch.float32),
     "sdpa": ("sdpa", torch.bfloat16),
@@ -295,9 +306,11 @@ def _one_expert(model: Any) -> None:
 
 _IN = f"layers.{AT}."
 _A, _M = f"{_IN}self_attn.", f"{_IN}mlp."
-_QKV = ("llama", "qwen3_moe", "gpt_oss", "gemma3_text")
-_DENSE, _MOE = ("llama", "gemma3_text"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
-_PLAIN = ("llama", "qwen3_moe", "gpt_oss", "deepseek_v3")  # layers of four modules
+_QKV = tuple(name for name in MODELS if name != "deepseek_v3")
+_MOE = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
+_DENSE = tuple(name for name in MODELS if name not in _MOE)
+_PLAIN = tuple(name for name in MODELS if name != "gemma3_text")  # layers of four modules
+_BIASED = ("gpt_oss", "qwen2")
 
 
 def _plant(change: Change, places: Any, causes: str, models: tuple[str, ...] = MODELS) -> Plant:
@@ -344,11 +357,10 @@ def _of_linears() -> Iterator[tuple[str, Plant]]:
     )  # fmt: skip
     yield "no bias", _plant(
         _weights("self_attn.q_proj", torch.zeros_like, "bias"), f"{_A}q_proj",
-        "M17.bias M17.zeros", ("gpt_oss",),
+        "M17.bias M17.zeros", _BIASED,
     )  # fmt: skip
     yield "bias doubled", _plant(
-        _weights("self_attn.v_proj", lambda w: w * 2, "bias"), f"{_A}v_proj", "M17.bias",
-        ("gpt_oss",),
+        _weights("self_attn.v_proj", lambda w: w * 2, "bias"), f"{_A}v_proj", "M17.bias", _BIASED,
     )  # fmt: skip
     yield "head scaled up", _plant(_weights("lm_head", lambda w: w * 1.02), "lm_head", "M43.whole",
                                    _PLAIN)  # fmt: skip
@@ -388,7 +400,7 @@ def _of_norms() -> Iterator[tuple[str, Plant]]:
 
 def _of_rotations() -> Iterator[tuple[str, Plant]]:
     rotary = "model.rotary_emb"
-    one = ("llama", "qwen3_moe", "gpt_oss", "deepseek_v3")
+    one = _PLAIN
 
     def base(frequencies: torch.Tensor) -> torch.Tensor:
         return 50000.0 ** -(torch.arange(len(frequencies)) / len(frequencies))
@@ -473,7 +485,7 @@ def _of_attention() -> Iterator[tuple[str, Plant]]:
 
 def _of_mixtures() -> Iterator[tuple[str, Plant]]:
     experts = f"{_M}experts"
-    router = {"qwen3_moe": "gate", "deepseek_v3": "gate", "gpt_oss": "router"}
+    router = {name: "router" if name == "gpt_oss" else "gate" for name in _MOE}
     for model, name in router.items():
         place = f"{_M}{name}"
         yield (
@@ -508,7 +520,10 @@ def _of_mixtures() -> Iterator[tuple[str, Plant]]:
     yield (
         "gate by GELU",
         _plant(
-            _gate_of_experts(torch.nn.GELU()), experts, "M14.experts", ("qwen3_moe", "deepseek_v3")
+            _gate_of_experts(torch.nn.GELU()),
+            experts,
+            "M14.experts",
+            ("qwen3_moe", "deepseek_v3", "mixtral"),
         ),
     )
     yield (
@@ -543,7 +558,7 @@ def _of_sums() -> Iterator[tuple[str, Plant]]:
         name = "residual" if first else "residual_2"
         yield words, _plant(
             _without_residual(first), f"{_IN}{name}", "M23.summand M23.step_left_out",
-            ("llama", "qwen3_moe", "gpt_oss"),
+            ("llama", "qwen3_moe", "gpt_oss", "mixtral", "qwen2"),
         )  # fmt: skip
     embedding = "model.embed_tokens"
     yield (
@@ -579,6 +594,7 @@ class PlantResult:
     origins: tuple[str, ...]
     named: dict[str, tuple[str, ...]]
     sentences: tuple[str, ...]
+    ratio: float = math.inf  # the difference of the least planted component, in budgets
 
     @property
     def localised(self) -> bool:
@@ -637,7 +653,9 @@ def found(name: str, run_name: str, plant: Plant | None) -> PlantResult:
         sentences.append(f"{origin.component}: {told.sentence if told else origin.sentence}")
     plan = plant or Plant(lambda _model: None, (), frozenset())
     origins = tuple(origin.component for origin in localised.origins)
-    return PlantResult(plan, origins, named, tuple(sentences))
+    ratios = {row.component.name: row.ratio for row in localised.rows}
+    least = min((ratios.get(place, 0.0) for place in plan.places), default=0.0)
+    return PlantResult(plan, origins, named, tuple(sentences), least)
 
 
 @contextmanager
@@ -655,30 +673,59 @@ def _asked(name: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sys.argv[sys.argv.index(name) + 1].split(","))
 
 
+def _line(model: str, run: str, name: str) -> dict[str, Any]:
+    """Plant one fault, and return its result as a line of a campaign's file."""
+    result = found(model, run, PLANTS[name])
+    return {
+        "plant": [model, run, name], "ratio": result.ratio, "localised": result.localised,
+        "first": result.first, "wrong": result.wrong, "origins": list(result.origins),
+        "named": result.named, "sentences": list(result.sentences),
+    }  # fmt: skip
+
+
+def _known_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def cases(models: Iterable[str], runs: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield every plant of some models and runs."""
+    for model, run in product(models, runs):
+        if (model, run) != ("gpt_oss", "sdpa"):  # transformers has no SDPA with sinks
+            for name, plant in PLANTS.items():
+                if model in plant.models:
+                    yield model, run, name
+
+
 def main() -> int:
-    """Plant everything, and print what was missed and the shares."""
-    begun, results = time.perf_counter(), []
+    """Plant everything that the file of results lacks, and print what was missed and the shares."""
+    begun = time.process_time()
     models, runs = _asked("--models", MODELS), _asked("--runs", tuple(RUNS))
     chosen = _asked("--plants", tuple(PLANTS))
+    (out,) = _asked("--out", ("traced_plants.jsonl",))
+    path = Path(out)
+    done = {tuple(line["plant"]) for line in _known_lines(path)}
+    for case in cases(models, runs):
+        if case not in done and case[2] in chosen:
+            line = _line(*case)
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    asked = set(cases(models, runs))
+    lines = [each for each in _known_lines(path) if tuple(each["plant"]) in asked]
+    for line in lines:
+        if not line["first"] or line["wrong"]:
+            print(*line["plant"], line["origins"], "; ".join(line["sentences"])[:1200])  # noqa: T201
     for model in models:
-        for run in runs:
-            if (model, run) == ("gpt_oss", "sdpa"):
-                continue  # transformers has no SDPA of attention with sinks
-            for name in chosen:
-                if model not in PLANTS[name].models:
-                    continue
-                result = found(model, run, PLANTS[name])
-                results.append(result)
-                if not result.first or result.wrong:
-                    told = "; ".join(result.sentences)[:1200]
-                    print(f"{model} {run} {name}: origins {result.origins}, "  # noqa: T201
-                          f"expected {result.plant.places}; {told}", flush=True)  # fmt: skip
-    count = len(results)
-    for word in ("localised", "first", "wrong"):
-        hits = sum(getattr(result, word) for result in results)
-        print(f"{word}: {hits} of {count}, {100 * hits / max(1, count):.1f} %")  # noqa: T201
-    print(f"{time.perf_counter() - begun:.0f} s")  # noqa: T201
+        _summed(model, [line for line in lines if line["plant"][0] == model])
+    _summed("all", lines)
+    print(f"{time.process_time() - begun:.0f} s of CPU time")  # noqa: T201
     return 0
+
+
+def _summed(words: str, lines: list[dict[str, Any]]) -> None:
+    """Print the shares of the plants that rounding cannot explain by far."""
+    large = [line for line in lines if line["ratio"] >= LARGE]
+    shares = (f"{word} {sum(each[word] for each in large)}" for word in _COUNTED)
+    print(f"{words}: {len(lines)} plants, from {LARGE:.0f} budgets {len(large)}:", *shares)  # noqa: T201
 
 
 if __name__ == "__main__":
