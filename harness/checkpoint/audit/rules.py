@@ -578,6 +578,18 @@ PARTNERS_DIFFER = AuditRule(
     "what the engine fuses has one format, and is not cut through a scale block",
     "fault B066; vLLM 0.33 packed_modules_mapping",
 )
+UNREAD_NAME = AuditRule(
+    "loader.unread_name",
+    Level.WARNING,
+    "every tensor has the name of a parameter that the model has",
+    "transformers 5.20 core_model_loading.py: unexpected keys are listed and passed over",
+)
+TIED_APART = AuditRule(
+    "loader.tied_apart",
+    Level.ERROR,
+    "tied weights are stored once, or alike",
+    "transformers 5.20 tie_weights; vLLM 0.26 skips lm_head where the config ties it",
+)
 CAVEAT = AuditRule(
     "loader.caveat",
     Level.WARNING,

@@ -19,7 +19,7 @@ from degarble.harness.report.files import require_folder
 # Command line of `degarble audit`: check the files of a checkpoint before any kernel runs.
 
 ONLY = ("structure",)
-LOADER_MAPS = ("vllm",)
+LOADER_MAPS = ("vllm", "transformers")
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -36,7 +36,8 @@ class AuditOptions:
         str | None,
         typer.Option(
             metavar="MAP",
-            help="Prove which bytes reach which parameter: vllm, vllm:tp=8,ep=8, or a YAML file.",
+            help="Prove which bytes reach which parameter: vllm, vllm:tp=8,ep=8, transformers,"
+            " or a YAML file.",
         ),
     ] = None
     only: Annotated[

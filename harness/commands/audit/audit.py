@@ -14,9 +14,10 @@ import time
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
+from degarble.harness.base.errors import UnknownName
 from degarble.harness.checkpoint.audit.findings import format_ranges, in_order
 from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.audit.structure.manifest_check import (
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.checkpoint.audit.findings import Finding
+    from degarble.harness.checkpoint.audit.loader.engine_maps import Ranks
+    from degarble.harness.checkpoint.audit.loader.maps import LoaderMap
     from degarble.harness.checkpoint.audit.loader.proof import LoaderProof
     from degarble.harness.checkpoint.audit.table import AgainstTable, NumberTable
     from degarble.harness.checkpoint.write.workers import Workers
@@ -269,6 +272,26 @@ def audit(wanted: AuditRequest, workers: Workers = 1, listen: Listen | None = No
         return steps.audit()
 
 
+def derived_loader(checkpoint: Checkpoint, engine: str, ranks: Ranks) -> LoaderMap:
+    """Return the map of an engine for a model that transformers alone describes."""
+    # Torch and transformers, which no other part of an audit needs.
+    from degarble.harness.capture.engine.derived import PACKED  # noqa: PLC0415
+    from degarble.harness.checkpoint.audit.loader.derived_maps import (  # noqa: PLC0415
+        DerivedEngine,
+        derived_map,
+    )
+    from degarble.harness.inference.traced import naming_rules, traced_config  # noqa: PLC0415
+
+    engines = {
+        "transformers": DerivedEngine("transformers"),
+        "vllm": DerivedEngine("vllm", PACKED, ("w2", "w13")),
+    }
+    if engine not in engines:
+        raise UnknownName.among("loader map", engine, engines)
+    config = traced_config(checkpoint)
+    return derived_map(checkpoint, config, naming_rules(config), engines[engine], ranks)
+
+
 class _Steps:
     """One audit, step by step; a part whose step is skipped is not judged."""
 
@@ -306,7 +329,9 @@ class _Steps:
         from degarble.harness.checkpoint.audit.loader.map_files import read_loader_map  # noqa: PLC0415
         from degarble.harness.checkpoint.audit.loader.proof import prove  # noqa: PLC0415
 
-        chosen = read_loader_map(self._wanted.loader, self._checkpoint)
+        chosen = read_loader_map(
+            self._wanted.loader, self._checkpoint, partial(derived_loader, self._checkpoint)
+        )
         self._loader = proof = prove(self._checkpoint, chosen)
         self._findings += proof.findings
         ranks, counts = len(proof.ranks), proof.counts

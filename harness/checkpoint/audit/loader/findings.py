@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from degarble.harness.base.errors import LayoutMismatch
-    from degarble.harness.checkpoint.audit.loader.maps import ResolvedName, Split
+    from degarble.harness.checkpoint.audit.loader.maps import DerivedNames, ResolvedName, Split
     from degarble.harness.checkpoint.audit.loader.sources import MatchedConversion, SourceTensor
     from degarble.harness.checkpoint.audit.loader.targets import ExpectedContent
     from degarble.harness.checkpoint.audit.rules import AuditRule
@@ -263,6 +263,24 @@ class LoaderFindings:
             f"{shown(source.name)}, no tensor of the model, is {resolved.outcome}.",
             "Nothing.",
         )
+
+    def of_names(self, derived: DerivedNames) -> None:
+        """Add tensors that the model does not have, and tied ones that differ."""
+        for name in derived.unexpected:
+            self._findings.add(
+                rules.UNREAD_NAME,
+                FindingLocation(name, None, self._layer(None, name)),
+                f"{shown(name)} belongs to no parameter of the model: nobody reads it.",
+                "Rename it as the model's config.json implies, or leave it out.",
+            )
+        for first, other in derived.tied_apart:
+            self._findings.add(
+                rules.TIED_APART,
+                FindingLocation(other, first),
+                f"{shown(other)} is tied to {shown(first)} and has other values:"
+                " the loader keeps one of them.",
+                "Set tie_word_embeddings to false in config.json if they are two weights.",
+            )
 
     def elsewhere(self, pattern: str, reason: str) -> None:
         """Add a tensor that another loader reads."""

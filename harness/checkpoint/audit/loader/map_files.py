@@ -43,10 +43,12 @@ from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from degarble.harness.checkpoint.audit.structure.inventory import Inventory
     from degarble.harness.checkpoint.view.view import Checkpoint
+
+    Derive = Callable[[str, Ranks], LoaderMap]  # of an engine by name
 
 _LARGEST_MAP = 16 << 20  # an engine's list of 3,000 parameters has 0.3 MB
 _MOST_DIGITS = 9
@@ -76,13 +78,22 @@ _TORCH = {
 }
 
 
-def read_loader_map(argument: str, checkpoint: Checkpoint) -> LoaderMap:
-    """Return the map that `--loader` names: `vllm`, `vllm:tp=8,ep=8`, or a file."""
+def read_loader_map(
+    argument: str, checkpoint: Checkpoint, derive: Derive | None = None
+) -> LoaderMap:
+    """Return the map that `--loader` names: `vllm`, `vllm:tp=8,ep=8`, or a file.
+
+    `derive` makes an engine's map of a model whose family has no tables.
+    """
     names = checkpoint.names
     inventory = None if names is None else take_inventory(names)
+    if checkpoint.model is not None:
+        derive = None
     if not argument.endswith(_SUFFIXES):
         engine, colon, ranks = argument.partition(":")
         numbers = _ranks(ranks) if colon else ONE_RANK
+        if derive is not None:
+            return derive(engine, numbers)
         return engine_map(_known(inventory, engine), engine, numbers)
     path = Path(argument)
     try:
@@ -91,13 +102,15 @@ def read_loader_map(argument: str, checkpoint: Checkpoint) -> LoaderMap:
         raise UnreadableFile(
             shown(argument), str(error), "a text in UTF-8", "Point to a loader map."
         ) from error
-    return loader_map_from_text(text, inventory)
+    return loader_map_from_text(text, inventory, derive)
 
 
-def loader_map_from_text(text: str, inventory: Inventory | None) -> LoaderMap:
+def loader_map_from_text(
+    text: str, inventory: Inventory | None, derive: Derive | None = None
+) -> LoaderMap:
     """Parse a map in YAML or JSON; `inventory`: of the checkpoint that it will load."""
     raw = _mapping("map", _parsed(text), _KEYS)
-    loader_map = _base(raw, inventory)
+    loader_map = _base(raw, inventory, derive)
     changes: dict[str, Any] = {}
     for key, value in raw.items():
         if key == "name":
@@ -116,11 +129,13 @@ def loader_map_from_text(text: str, inventory: Inventory | None) -> LoaderMap:
     return replace(loader_map, **changes)
 
 
-def _base(raw: dict[str, Any], inventory: Inventory | None) -> LoaderMap:
+def _base(raw: dict[str, Any], inventory: Inventory | None, derive: Derive | None) -> LoaderMap:
     """Return the map that the file's rules extend: an engine's, or an empty one."""
     if "base" in raw:
         engine = _text("base", raw["base"])
         numbers = {key: raw[key] for key in _NUMBERS if key in raw and key != "rank"}
+        if derive is not None:
+            return derive(engine, Ranks(**numbers))
         return engine_map(_known(inventory, engine), engine, Ranks(**numbers))
     if "parameters" not in raw:
         raise _refused("parameters", "missing", f"this key, or base: {' or '.join(ENGINES)}")

@@ -19,9 +19,11 @@ from degarble.harness.model.family import model_types
 from degarble.harness.model.types import Dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Mapping
 
+    from degarble.harness.checkpoint.audit.structure.inventory import Inventory
     from degarble.harness.model.layouts import Layout
+    from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.model.tensors import PartKind
 
@@ -230,6 +232,20 @@ class EngineLayout:
 
 
 @dataclass(frozen=True)
+class DerivedNames:
+    """What a derived map knows: the model's tensors, where each goes, and what belongs in a slot.
+
+    `holds`: by target and (expert, slot), the parameter and its part.
+    """
+
+    inventory: Inventory
+    resolved: Mapping[str, ResolvedName]
+    holds: Mapping[str, Mapping[tuple[int | None, int], tuple[Parameter, PartKind]]]
+    unexpected: tuple[str, ...] = ()  # stored tensors that the model does not have
+    tied_apart: tuple[tuple[str, str], ...] = ()  # one parameter stored twice, with two values
+
+
+@dataclass(frozen=True)
 class LoaderMap:
     """All rules by which an engine loads. `rank`: prove one rank alone; None: all ranks.
 
@@ -250,6 +266,7 @@ class LoaderMap:
     split: tuple[Split, ...] = ()
     fill: tuple[Fill, ...] = ()
     caveats: tuple[str, ...] = ()
+    derived: DerivedNames | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "pp"):
@@ -385,9 +402,18 @@ class NameRules:
             (_Pattern("rename", rename.match), rename.to) for rename in loader_map.rename
         ]
         self._stack = [(_Pattern("stack", stack.match), stack) for stack in loader_map.stack]
+        self._derived = {} if loader_map.derived is None else loader_map.derived.resolved
 
-    def resolve(self, name: str) -> ResolvedName:
+    def resolve(self, stored: str) -> ResolvedName:
         """Return the destination of one stored tensor's name."""
+        found = self._by_rules(stored)
+        if found.outcome is NameOutcome.DROPPED or not found.by:
+            known = self._derived.get(stored)  # what no rule of a file concerns
+            if known is not None and found.target in {"", stored}:
+                return known
+        return found
+
+    def _by_rules(self, name: str) -> ResolvedName:
         if len(name) > LONGEST_NAME:
             return ResolvedName(NameOutcome.DROPPED, name)
         for pattern in self._skip:

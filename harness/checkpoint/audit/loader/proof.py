@@ -205,6 +205,8 @@ class _Prover:
         self._checkpoint = checkpoint
         self._map = loader_map
         self._inventory = None if names is None else take_inventory(names)
+        if loader_map.derived is not None:
+            self._inventory = loader_map.derived.inventory
         if self._inventory is not None:
             engine = loader_map.parameters
             require_unfused(
@@ -231,6 +233,8 @@ class _Prover:
         stopped = False
         for caveat in (*self._map.caveats, *self._arranged()):
             self._findings.caveat(caveat)
+        if self._map.derived is not None:
+            self._findings.of_names(self._map.derived)
         try:
             self._routes.follow()
             self._judge_formats()

@@ -86,7 +86,7 @@ def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Sour
         if inventory is None
         else {stored_parameter.module: stored_parameter for stored_parameter in inventory.stored}
     )
-    fused = {} if inventory is None else _fused(inventory)
+    fused = {} if inventory is None or not inventory.fused else _fused(inventory)
     for module in table.suffixes:
         parameter = by_module.get(module)
         try:

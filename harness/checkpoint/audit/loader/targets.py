@@ -17,9 +17,13 @@ from degarble.harness.model.tensors import PartKind, parts_of, slots
 from degarble.harness.model.types import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from degarble.harness.checkpoint.audit.loader.maps import ListedParameter, LoaderMap
+    from degarble.harness.checkpoint.audit.loader.maps import (
+        DerivedNames,
+        ListedParameter,
+        LoaderMap,
+    )
     from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.layouts import Layout
@@ -191,6 +195,9 @@ class ExpectedContent(NamedTuple):
     box: Box
 
 
+_ANYWHERE = Box(())
+
+
 class Member(NamedTuple):
     """One slot of a parameter. `position`, `part`: the expected parameter and part, if known."""
 
@@ -238,8 +245,9 @@ class RankTargets:
         """Return what belongs in a member; None for parameters of an engine's own list."""
         if member.position is None or member.part is None:
             return None
-        assert self.cutter is not None, "a position comes from anatomy"
         parameter = self.parameters[member.position]
+        if self.cutter is None:  # a derived list: no rank cuts a tensor, and extents tell the rest
+            return ExpectedContent(parameter, member.part, _ANYWHERE)
         found = self.cutter.cut(parameter)
         assert found is not None, "what a rank lists it holds"
         return ExpectedContent(parameter, member.part, found[1][member.part])
@@ -365,13 +373,36 @@ def listed_targets(loader_map: LoaderMap, ranks: Iterable[int]) -> Iterator[Rank
     """Yield each rank's parameters from a list; stacks give the number of experts a rank."""
     assert not isinstance(loader_map.parameters, EngineLayout), "a list of parameters"
     targets = {parameter.name: _listed(parameter) for parameter in loader_map.parameters}
+    derived = loader_map.derived
+    known = [] if derived is None else _known_content(targets, derived)
     experts = max(
         (parameter.shape[0] for parameter in loader_map.parameters if parameter.experts), default=0
     )
     for rank in ranks:
         # A list has no plan: rank r holds the r-th share of experts, modulo ep.
         first = rank % loader_map.ep * experts if loader_map.ep > 1 else 0
-        yield RankTargets(rank, rank % loader_map.tp, first, targets)
+        held = []
+        if derived is not None:
+            held = [derived.holds[target][_moved(key, first)][0] for target, key in known]
+        yield RankTargets(rank, rank % loader_map.tp, first, targets, held)
+
+
+def _known_content(
+    targets: Mapping[str, TargetParameter], derived: DerivedNames
+) -> list[tuple[str, Key]]:
+    """Let members name what belongs there by position; return the slot of each position."""
+    known: list[tuple[str, Key]] = []
+    for name, target in targets.items():
+        holds = derived.holds.get(name, {})
+        for key, member in target.members.items():
+            if key in holds:
+                target.members[key] = member._replace(position=len(known), part=holds[key][1])
+                known.append((name, key))
+    return known
+
+
+def _moved(key: Key, first: int) -> Key:
+    return (None if key[0] is None else key[0] + first, key[1])
 
 
 def _listed(parameter: ListedParameter) -> TargetParameter:

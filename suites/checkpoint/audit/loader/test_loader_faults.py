@@ -414,7 +414,8 @@ def test_what_is_no_error_is_reported_as_such(
 
 def test_every_rule_is_broken_by_a_case() -> None:
     cases = {**FAULTS, **OTHERS, **WARNED, **NOTED}.values()
-    assert {case.breaks for case in cases} == {rule.id for rule in LOADER_RULES}
+    of_names = {"loader.unread_name", "loader.tied_apart"}  # test_derived_maps.py
+    assert {case.breaks for case in cases} == {rule.id for rule in LOADER_RULES} - of_names
     by_level = {rule.id: rule.level for rule in LOADER_RULES}
     assert {by_level[case.breaks] for case in WARNED.values()} == {Level.WARNING}
     assert {by_level[case.breaks] for case in NOTED.values()} == {Level.NOTE}
@@ -568,7 +569,8 @@ def test_the_second_example_loads_every_element(official: Path) -> None:
 
 def test_the_table_has_every_key() -> None:
     keys = {key for row in ROWS for key in re.findall(r"\w+", row)}
-    assert keys == {field.name for field in fields(LoaderMap)} | {"base"}
+    own = {"derived"}  # no file states it
+    assert keys == {field.name for field in fields(LoaderMap)} - own | {"base"}
 
 
 @pytest.mark.parametrize("made", [Convert, Elsewhere, Rename, Stack, Split, Fill])
