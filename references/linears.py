@@ -10,6 +10,7 @@ depends on another.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quant
 from degarble.references.numerics import FEW_TOKENS, DecodedOperands, cast, compiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 CODES, X, BLOCK_SCALE, TENSOR_SCALE = "codes", "x", "block_scale", "tensor_scale"
 _DECODED = torch.bfloat16  # what emulated quantisation multiplies, whatever a model stores
 _CHUNK = 1 << 24  # elements of a weight that are converted at once
+_BLOCK = 128  # rows of the tallest blocks with one scale
 
 
 def quantise_activations(
@@ -122,6 +124,26 @@ def weight_values(weight: Weight, dtype: torch.dtype, numerics: Numerics | None)
     return cast(cast(weight.values(torch.float32), _DECODED), dtype)
 
 
+def weight_rows(
+    weight: Weight, part: slice, dtype: torch.dtype, numerics: Numerics | None
+) -> Tensor:
+    """Return what `weight_values` does, of a part of the first axis."""
+    if numerics is None or numerics.operands is DecodedOperands.EXACT or not weight.is_decoded:
+        return weight.rows(part, dtype)
+    return cast(cast(weight.rows(part, torch.float32), _DECODED), dtype)
+
+
+def matrix_parts(shape: tuple[int, ...], most: int = _CHUNK) -> Iterator[slice]:
+    """Yield slices of a matrix's rows with about so many elements, in whole blocks.
+
+    Of a stack of matrices they are slices of its first axis.
+    """
+    rows = most // max(1, prod(shape[1:]))
+    rows = max(1, rows) if len(shape) > 2 else max(_BLOCK, rows // _BLOCK * _BLOCK)
+    for begin in range(0, shape[0], rows):
+        yield slice(begin, min(begin + rows, shape[0]))
+
+
 def matmul(x_TK: Tensor, weight: Weight, numerics: Numerics) -> Tensor:
     """Return `x @ w.T` summed in the dtype of products, rounded once to the stored dtype."""
     return cast(product(x_TK, weight, numerics.products, numerics), numerics.store)
@@ -130,11 +152,14 @@ def matmul(x_TK: Tensor, weight: Weight, numerics: Numerics) -> Tensor:
 def product(
     x_TK: Tensor, weight: Weight, dtype: torch.dtype, numerics: Numerics | None = None
 ) -> Tensor:
-    """Return `x @ w.T` in `dtype`; a large plain weight of another dtype is converted in pieces.
+    """Return `x @ w.T` in `dtype`; a large weight of another dtype is converted in pieces.
 
     `numerics` may allow the compiled loop for a few tokens.
     """
     value, x = weight.value, cast(x_TK, dtype)
+    if value is None and len(weight.shape) == 2 and prod(weight.shape) > _CHUNK:
+        parts = (weight_rows(weight, part, dtype, numerics) for part in matrix_parts(weight.shape))
+        return torch.cat([torch.matmul(x, part.T) for part in parts], dim=-1)
     if value is None or value.dtype is dtype:
         return torch.nn.functional.linear(x, weight_values(weight, dtype, numerics))
     if (

@@ -56,6 +56,11 @@ class PairSums:
         self.rc += float(candidate @ reference)
         self.dd += float(difference @ difference)
 
+    def merge(self, other: PairSums) -> None:
+        """Add the sums of other elements."""
+        self.rr, self.cc = self.rr + other.rr, self.cc + other.cc
+        self.rc, self.dd = self.rc + other.rc, self.dd + other.dd
+
     @property
     def cosine(self) -> float:
         """Return the cosine of the angle between both sides."""

@@ -18,6 +18,7 @@ from degarble.harness.base.errors import NotBuilt
 from degarble.harness.capture.traced import recording
 from degarble.harness.inference.model import LogitsModel
 from degarble.harness.inference.traced import meta_model
+from degarble.references.linears import matrix_parts
 from degarble.references.traced.family import TracedModel, logical_name
 
 if TYPE_CHECKING:
@@ -103,11 +104,13 @@ class _FilledModel:
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         weight = self._bound.weights[logical_name(name)]
-        # Decoded in float32 and rounded once; a plain value is taken as it is.
-        plain = weight.value is not None
-        value = weight.value if plain else weight.values(torch.float32)
-        assert value is not None, "a weight has values or codes"
-        return value.to(dtype).clone()
+        if weight.value is not None:
+            return weight.value.to(dtype)  # of the same dtype: the pages of the file themselves
+        # Decoded in float32, part by part, and rounded once.
+        made = torch.empty(weight.shape, dtype=dtype)
+        for part in matrix_parts(weight.shape):
+            made[part] = weight.rows(part, torch.float32)
+        return made
 
 
 def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -233,6 +233,27 @@ class QuantisedTensor:
             return self
         return replace(self, codes=pack_nibbles(self.element_codes(), order), nibble_order=order)
 
+    def rows(self, part: slice) -> QuantisedTensor | None:
+        """Return a part of the first axis; None where it would cut blocks."""
+        if len(self.shape) < 2:
+            return None
+        begin, end, _ = part.indices(self.shape[0])
+        blocks, scale = slice(begin, end), self.tensor_scale
+        held = self
+        if len(self.shape) == 2:
+            high, _ = self.format.extents(*self.shape)
+            if begin % high or (end % high and end < self.shape[0]):
+                return None
+            blocks, held = slice(begin // high, -(-end // high)), self.with_layout(LINEAR)
+        return replace(
+            held,
+            codes=held.codes[begin:end],
+            block_scale=held.block_scale[blocks],
+            tensor_scale=scale[begin:end] if scale is not None and scale.ndim else scale,
+            zero_point=None if held.zero_point is None else held.zero_point[blocks],
+            shape=(end - begin, *self.shape[1:]),
+        )
+
     def element_codes(self) -> Tensor:
         """Return one code a byte, [..., M, K]."""
         if self.nibble_order is None:

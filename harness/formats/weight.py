@@ -150,6 +150,13 @@ class Weight:
             self._decoded[dtype] = _Decoded(parts, versions, self.storage, values, version)
         return values
 
+    def rows(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """Return the values of a part of the first axis; decode no others where that can be."""
+        if self.storage is None:
+            return self._plain()[part].to(dtype)
+        cut = self.quantised().rows(part)
+        return self.values(dtype)[part] if cut is None else dequantise(cut, dtype)
+
     def _decode(self, dtype: torch.dtype) -> Tensor:
         return (
             self._plain().to(dtype) if self.storage is None else dequantise(self.quantised(), dtype)
@@ -167,12 +174,14 @@ class Weight:
 class DerivedWeight(Weight):
     """A weight whose values follow from others: stacked, joined, transposed.
 
-    `make` computes them in a dtype; `from_codes` says whether any of the others is quantised.
+    `make` computes them in a dtype, `make_rows` a part of the first axis, where it can;
+    `from_codes` says whether any of the others is quantised.
     """
 
     make: Callable[[torch.dtype], Tensor] = field(kw_only=True)
     extents: tuple[int, ...] = field(kw_only=True)
     from_codes: bool = field(default=False, kw_only=True)
+    make_rows: Callable[[slice, torch.dtype], Tensor] | None = field(default=None, kw_only=True)
 
     @property
     def is_decoded(self) -> bool:
@@ -183,6 +192,12 @@ class DerivedWeight(Weight):
     def shape(self) -> tuple[int, ...]:
         """Return the logical extents."""
         return self.extents
+
+    def rows(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """Return the values of a part of the first axis."""
+        if self.make_rows is None:
+            return self.values(dtype)[part]
+        return self.make_rows(part, dtype)
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
         # Values made in inference mode would not be kept.

@@ -22,6 +22,7 @@ from degarble.harness.checkpoint.view.converted import (
 )
 from degarble.harness.checkpoint.view.quantisation_configs import quantises_input
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
+from degarble.harness.inference.weights import WINDOW
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import UNQUANTISED, WEIGHT_FORMATS, Recipe, Rule
 from degarble.harness.model.types import Kind
@@ -159,14 +160,19 @@ class TracedWeights(Mapping[str, "Weight"]):
         self.converted.require_complete()
         self._names = {logical_name(name): name for name in self.converted}
         self.read = 0  # bytes of all weights that were read
+        self._unreleased = 0  # bytes of them whose pages may still lie in memory
         self.on_read: Callable[[int, str], None] | None = None  # with each weight's size and name
 
     def __getitem__(self, name: str) -> Weight:
         if name not in self._names:
             raise KeyError(name) from unknown_name("parameter", name, self._names)
         own = self._names[name]
+        if self._unreleased >= WINDOW:
+            self._checkpoint.release()
+            self._unreleased = 0
         size = self.converted.nbytes(own)
         self.read += size
+        self._unreleased += size
         if self.on_read is not None:
             self.on_read(size, name)
         return self.converted[own]

@@ -56,6 +56,10 @@ class HeldWeight(Weight):
                 found = self._kept[dtype] = super()._decode(dtype)
         return found
 
+    def rows(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """The numbers of a part of the first axis."""
+        return self.values(dtype)[part]
+
 
 class HeldWeights(Mapping[str, Weight]):
     """All weights of a source, each read at its first use."""

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.references.traced.evaluate import Parameters
     from degarble.references.traced.graph import Graph, TracedComponent
     from degarble.references.traced.trace import Trace, TracedTensor
-
-    Parameter = Callable[[str], Tensor]
 
 
 _FEWEST = 64  # tokens of a trace at their exact number: chunks of recurrent operations
@@ -115,7 +114,7 @@ def compute(
     graph: Graph,
     component: TracedComponent,
     inputs: Mapping[str, Tensor],
-    parameter: Parameter,
+    parameter: Parameters,
     roundings: Roundings,
 ) -> dict[str, Tensor]:
     """Return a component's outputs, given rows of one sequence from its first token.
@@ -164,7 +163,7 @@ def _one_after_the_other(
     graph: Graph,
     span: ComponentSpan,
     inputs: Mapping[str, Tensor],
-    parameter: Parameter,
+    parameter: Parameters,
     roundings: Roundings,
 ) -> dict[str, Tensor]:
     trace = graph.trace
@@ -205,7 +204,7 @@ def _traced_at(
 def attention(
     component: TracedComponent,
     inputs: Mapping[str, Tensor],
-    parameter: Parameter,
+    parameter: Parameters,
     stored: _Steps,
 ) -> Tensor:
     """Return softmax attention [T, H, D] over the keys that the model's mask admits.
@@ -281,7 +280,7 @@ def _filled(argument: Any) -> Any:
 def experts(
     component: TracedComponent,
     inputs: Mapping[str, Tensor],
-    parameter: Parameter,
+    parameter: Parameters,
     stored: _Steps,
 ) -> Tensor:
     """Return the weighted sum over the chosen experts [T, D]; an expert out of range adds nothing.
@@ -300,7 +299,7 @@ def experts(
     first = "gate_up_proj" if module.has_gate else "up_proj"
     out = torch.zeros(x_TD.shape[0], x_TD.shape[1], dtype=torch.float64)
     prefix = component.module
-    count = parameter(f"{prefix}.{first}").shape[0]
+    count = parameter.count(f"{prefix}.{first}")
     for number in chosen_TK[(chosen_TK >= 0) & (chosen_TK < count)].unique().tolist():
         token, slot = (chosen_TK == number).nonzero(as_tuple=True)
         hidden = _product(module, parameter, f"{prefix}.{first}", number, x_TD[token], stored)
@@ -317,15 +316,15 @@ def experts(
 
 def _product(
     module: Any,
-    parameter: Parameter,
+    parameter: Parameters,
     name: str,
     expert: int,
     x: Tensor,
     stored: _Steps,
 ) -> Tensor:
-    weight = parameter(name)[expert].double()
+    weight = parameter.entry(name, expert)
     made = stored(x @ (weight if module.is_transposed else weight.T))
-    return stored(made + parameter(f"{name}_bias")[expert].double()) if module.has_bias else made
+    return stored(made + parameter.entry(f"{name}_bias", expert)) if module.has_bias else made
 
 
 _BY_HAND: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(

@@ -7,14 +7,14 @@ model makes on the way (casts to its own dtype) are left out, those of the resul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from degarble.references.traced.trace import VIEWS, ExtentRef, ParameterRef, Ref
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -22,6 +22,27 @@ if TYPE_CHECKING:
     from degarble.references.traced.trace import Operation, Trace, TracedTensor
 
     Stored = Callable[[Tensor, torch.dtype], Tensor]
+
+
+class Parameters(Protocol):
+    """The parameters of a model by name, whole or in part."""
+
+    def __call__(self, name: str) -> Tensor:
+        """Return all values of a parameter."""
+        ...
+
+    def count(self, name: str) -> int:
+        """Return the extent of its first axis."""
+        ...
+
+    def entry(self, name: str, number: int) -> Tensor:
+        """Return one entry of its first axis."""
+        ...
+
+    def table(self, name: str, numbers: Tensor) -> Tensor:
+        """Return some rows of it."""
+        ...
+
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -58,18 +79,14 @@ def view_of(trace: Trace, edge: ViewEdge, rows: Mapping[int, Tensor], number: in
     made = rows[source.number]
     values = {source.number: from_rows(made, trace.tensors[source.number])}
     operations = (trace.operations[operation] for operation in edge.operations)
-    run(operations, values, _no_parameter, made.shape[0], made.dtype)
+    run(operations, values, None, made.shape[0], made.dtype)
     return to_rows(values[number], trace.tensors[number])
-
-
-def _no_parameter(name: str) -> Tensor:
-    raise KeyError(name)
 
 
 def run(
     operations: Iterable[Operation],
     values: dict[int, Tensor],
-    parameter: Callable[[str], Tensor],
+    parameters: Parameters | None,
     tokens: int,
     work: torch.dtype = torch.float64,
     stored: Stored = lambda value, _dtype: value,
@@ -84,7 +101,8 @@ def run(
         if isinstance(argument, Ref):
             return values[argument.number]
         if isinstance(argument, ParameterRef):
-            return _widened(parameter(argument.name), work)
+            assert parameters is not None, "views read no parameters"
+            return _widened(parameters(argument.name), work)
         if isinstance(argument, ExtentRef):
             return argument.factor * tokens
         if isinstance(argument, torch.dtype):
@@ -92,7 +110,13 @@ def run(
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
     for operation in operations:
-        arguments = [_mapped(argument, known) for argument in operation.arguments]
+        given: Sequence[Any] = operation.arguments
+        if operation.name == "embedding" and isinstance(given[0], ParameterRef):
+            # A table of a hundred thousand rows in float64 is larger than most memories.
+            chosen, numbers = known(given[1]).unique(return_inverse=True)
+            assert parameters is not None, "views read no parameters"
+            given = (parameters.table(given[0].name, chosen), numbers, *given[2:])
+        arguments = [_mapped(argument, known) for argument in given]
         keywords = {name: _mapped(keyword, known) for name, keyword in operation.keywords.items()}
         if operation.name == "_softmax":
             arguments[2] = False  # half_to_float: what it widens is wide already

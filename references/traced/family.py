@@ -25,7 +25,13 @@ from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
 from degarble.references.binding import BoundModel, FetchedWeights
 from degarble.references.components.common import act_quant
 from degarble.references.facts import ModelFacts, formats_by_block, local_name, spans_of
-from degarble.references.linears import activation_values, product, weight_values
+from degarble.references.linears import (
+    activation_values,
+    product,
+    table_rows,
+    weight_rows,
+    weight_values,
+)
 from degarble.references.numerics import cast
 from degarble.references.traced.definitions import (
     EachOperation,
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.formats.weight import Weight
     from degarble.references.facts import Inputs, Outputs, Span, Weights
 
 FAMILY = "traced"
@@ -351,17 +358,9 @@ class TracedFacts(ModelFacts):
         """Raise: an epsilon is a constant of the trace."""
         raise NotImplementedError(weight)
 
-    def parameter(self, weights: Weights) -> Any:
-        """Return a function from a parameter's name in the model to its values."""
-        buffers = self.graph.trace.buffers
-
-        def values(name: str) -> Tensor:
-            if name in buffers:
-                return buffers[name]
-            weight = weights[local_name(logical_name(name), self.block)]
-            return weight_values(weight, torch.float64, self.numerics)
-
-        return values
+    def parameter(self, weights: Weights) -> ComponentParameters:
+        """Return the values of parameters by their names in the model."""
+        return ComponentParameters(self, weights)
 
     @property
     def roundings(self) -> Roundings:
@@ -384,6 +383,43 @@ class TracedFacts(ModelFacts):
             return value
         dtype = self.graph.trace.tensors[self.traced.outputs[output].number].dtype
         return cast(value, torch.float32 if dtype is torch.float32 else self.numerics.store)
+
+
+class ComponentParameters:
+    """The parameters that a call reads, by their names in the model, in float64."""
+
+    def __init__(self, facts: TracedFacts, weights: Weights) -> None:
+        self._facts, self._weights = facts, weights
+        self._read: dict[str, Weight] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        """Return all values of a parameter."""
+        buffers = self._facts.graph.trace.buffers
+        if name in buffers:
+            return buffers[name]
+        return weight_values(self._weight(name), torch.float64, self._facts.numerics)
+
+    def count(self, name: str) -> int:
+        """Return the extent of a parameter's first axis."""
+        return self._weight(name).shape[0]
+
+    def entry(self, name: str, number: int) -> Tensor:
+        """Return one entry of the first axis, such as an expert; no other is decoded."""
+        part = slice(number, number + 1)
+        return weight_rows(self._weight(name), part, torch.float64, self._facts.numerics)[0]
+
+    def table(self, name: str, numbers: Tensor) -> Tensor:
+        """Return some rows of a table; a plain one is widened in these alone."""
+        buffers = self._facts.graph.trace.buffers
+        if name in buffers or self._weight(name).is_decoded:
+            return self(name)[numbers]
+        return table_rows(self._weight(name), numbers, torch.float64)
+
+    def _weight(self, name: str) -> Weight:
+        if name not in self._read:
+            local = local_name(logical_name(name), self._facts.block)
+            self._read[name] = self._weights[local]
+        return self._read[name]
 
 
 def computed(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:

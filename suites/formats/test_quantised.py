@@ -46,6 +46,7 @@ from degarble.harness.formats.weight import Weight
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from degarble.harness.formats.layouts import ScaleLayout
     from degarble.harness.formats.number_formats import BlockFormat
 
 
@@ -468,3 +469,25 @@ def test_writing_into_the_values_changes_no_weight(seed: int) -> None:
     before = values.clone()
     values.zero_()
     assert torch.equal(weight.values(torch.float32), before)
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS.values(), ids=SCALE_LAYOUTS)
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4, FP8_128X128_F32], ids=lambda fmt: fmt.name)
+def test_rows_decode_to_the_same_values_as_the_whole(
+    seed: int, fmt: BlockFormat, layout: ScaleLayout
+) -> None:
+    whole = quantised(seed, 300, 256, fmt=fmt)
+    if fmt.scale.bits < 32:
+        whole = whole.with_layout(layout)
+    weight, values = Weight.of(whole), dequantise(whole, torch.float64)
+    for part in (slice(0, 128), slice(128, 300), slice(128, 1000), slice(3, 131), slice(5, 5)):
+        assert torch.equal(weight.rows(part, torch.float64), values[part])
+    assert whole.rows(slice(128, 256)) is not None
+    assert (whole.rows(slice(3, 131)) is None) == (fmt.block[0] > 1)
+
+
+def test_rows_of_a_stack_keep_their_own_scales(seed: int) -> None:
+    values = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(seed))
+    whole = quantise(values, NVFP4, amax=values.abs().amax((1, 2))).with_layout(SWIZZLE_128X4)
+    part = Weight.of(whole).rows(slice(1, 2), torch.float64)
+    assert torch.equal(part, dequantise(whole, torch.float64)[1:2])

@@ -88,6 +88,7 @@ class ParameterSource:
 # in blocks of 16 bytes.
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_WHOLE = slice(None)
 
 
 class StoredModule(NamedTuple):
@@ -111,19 +112,22 @@ def packed_experts(checkpoint: Checkpoint, name: str) -> StoredModule:
             "16 bytes of codes a scale", _ONE_MODEL,
         )  # fmt: skip
 
-    def made(dtype: torch.dtype) -> Tensor:
+    def some(part: slice, dtype: torch.dtype) -> Tensor:
+        own = checkpoint.tensor(codes.name)[part]
         stack = QuantisedTensor(
-            codes=checkpoint.tensor(codes.name).reshape(experts, rows, columns // 2),
-            block_scale=checkpoint.tensor(scales.name),
+            codes=own.reshape(len(own), rows, columns // 2),
+            block_scale=checkpoint.tensor(scales.name)[part],
             tensor_scale=None, format=MXFP4, dialect=CANONICAL, layout=LINEAR, direction=None,
-            nibble_order=NibbleOrder.LOW_EVEN, shape=(experts, rows, columns),
+            nibble_order=NibbleOrder.LOW_EVEN, shape=(len(own), rows, columns),
         )  # fmt: skip
         return dequantise(stack, dtype).transpose(1, 2)
 
     shape = (experts, columns, rows)
 
     def weight() -> Weight:
-        return DerivedWeight(make=made, extents=shape, from_codes=True)
+        return DerivedWeight(
+            make=partial(some, _WHOLE), extents=shape, from_codes=True, make_rows=some
+        )
 
     return StoredModule(
         shape, MXFP4.name, has_input_scale=False, entries=(codes, scales), weight=weight
@@ -151,7 +155,10 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         if source.single is not None:
             return modules[0].weight()
         shape, coded = self._rules.wanted[name], any(each.format for each in modules)
-        return DerivedWeight(make=partial(self._converted, name), extents=shape, from_codes=coded)
+        by_part = partial(self._converted_rows, name) if self._stacks(name) else None
+        return DerivedWeight(
+            make=partial(self._converted, name), extents=shape, from_codes=coded, make_rows=by_part
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sources)
@@ -234,11 +241,32 @@ class ConvertedWeights(Mapping[str, "Weight"]):
     def _bytes(self, module: str) -> list[memoryview]:
         return [self._checkpoint.raw(entry.name) for entry in self.module(module).entries]
 
-    def _converted(self, name: str, dtype: torch.dtype | None) -> Tensor:
+    def _stacks(self, name: str) -> bool:
+        """Return whether each module is one entry of the first axis, such as an expert."""
+        shape = self._rules.wanted[name]
+        counts = {len(modules) for modules in self.sources[name].modules.values()}
+        if len(shape) < 3 or counts != {shape[0]}:
+            return False
+        try:
+            first = self._converted(name, None, slice(0, 1))
+        except (RuntimeError, ValueError, LookupError, TypeError):
+            return False  # an operation that needs all modules
+        return tuple(first.shape) == (1, *shape[1:])
+
+    def _converted_rows(self, name: str, part: slice, dtype: torch.dtype) -> Tensor:
+        """Return a part of a stack; pages of the files that it read are released."""
+        made = self._converted(name, dtype, part)
+        for modules in self.sources[name].modules.values():
+            for module in modules[part]:
+                for entry in self.module(module).entries:
+                    self._checkpoint.release(entry.name)
+        return made
+
+    def _converted(self, name: str, dtype: torch.dtype | None, part: slice = _WHOLE) -> Tensor:
         """Apply the operations of transformers to decoded values; without a dtype, to shapes."""
         source = self.sources[name]
         made: Any = {
-            pattern: [self._values(module, dtype) for module in modules]
+            pattern: [self._values(module, dtype) for module in modules[part]]
             for pattern, modules in source.modules.items()
         }
         converter = source.converter

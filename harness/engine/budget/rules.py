@@ -10,6 +10,7 @@ import weakref
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from degarble.references.linears import CODES, activation_values
 from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
@@ -80,6 +81,13 @@ class ProductOperand(NamedTuple):
     repeats: int  # rows at most that are equal but for sign and size
 
 
+class MatrixParts(NamedTuple):
+    """A matrix [N, K] whose rows are made part by part, in float32, whenever they are read."""
+
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterable[Tensor]]
+
+
 _KNOWN: dict[int, tuple[weakref.ref[Tensor], int, tuple[Tensor, int]]] = {}
 _MOST_KNOWN = 4096
 
@@ -100,7 +108,9 @@ def product_operand(rows: Tensor) -> ProductOperand:
 
 
 def summed(
-    x_MK: Tensor | ProductOperand, w_NK: Tensor | ProductOperand, output: ElementFormat = BF16
+    x_MK: Tensor | ProductOperand,
+    w_NK: Tensor | ProductOperand | MatrixParts,
+    output: ElementFormat = BF16,
 ) -> Budget:
     """Return the budget of a matrix product x w^T, with scales before or after the sum."""
     shapes = tuple(
@@ -114,16 +124,18 @@ def summed(
         )  # fmt: skip
     x = x_MK if isinstance(x_MK, ProductOperand) else product_operand(x_MK)
     length = x.rows.shape[1]
-    if isinstance(w_NK, ProductOperand) or w_NK.numel() <= LARGE:
+    if isinstance(w_NK, ProductOperand) or (
+        isinstance(w_NK, torch.Tensor) and w_NK.numel() <= LARGE
+    ):
         w = w_NK if isinstance(w_NK, ProductOperand) else product_operand(w_NK)
         total, mean = _partial_sums(x.rows, w.rows)
+        four, repeats = w.four, (x.repeats, w.repeats)
     else:
-        total, mean, w = _in_pieces(x.rows, w_NK)
+        total, mean, four, equal = _in_pieces(x.rows, _parts_of(w_NK), w_NK.shape[0])
+        repeats = x.repeats, equal
     # |x|_4 |w|_4 for all pairs of rows [M, N]
-    bridge = x.four[:, None] * w.four[None, :]
-    slack = mean.mul(length).add_(bridge, alpha=length / 2 + ALIGNED_TERMS)
-    slack = slack.add_(total.abs_(), alpha=SCALE_ROUNDINGS).mul_(U)
-    repeats = x.repeats, w.repeats
+    bridge = x.four[:, None] * four[None, :]
+    slack = _slack_of_sums(total, mean, bridge, length)
     middle = float(mean.mean()), float(bridge.mean())
     return Budget(
         output,
@@ -141,34 +153,55 @@ def summed(
     )
 
 
-def _in_pieces(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, ProductOperand]:
-    """Return totals, partial sums and facts of a matrix too large to widen (a head: 3.7 GB)."""
-    sums: list[tuple[Tensor, Tensor]] = []
-    four: list[Tensor] = []
-    digests: list[Tensor] = []
-    for part in w.split(max(1, LARGE // w.shape[1])):
-        wide = part.float()
-        sums.append(_partial_sums(x, wide))
-        four.append(_four_norm(wide))
-        digests.append(_digests(wide))
-    totals, means = zip(*sums, strict=True)
-    operand_of_all = ProductOperand(w, torch.cat(four), _most_alike(torch.cat(digests)))
-    return torch.cat(totals, dim=1), torch.cat(means, dim=1), operand_of_all
+def product_slack(x: Tensor, w: Tensor) -> Tensor:
+    """Return the slack of products x w^T alone, of matrices [..., M, K] and [..., N, K]."""
+    total, mean = _partial_sums(x, w)
+    bridge = _four_norm(x)[..., :, None] * _four_norm(w)[..., None, :]
+    return _slack_of_sums(total, mean, bridge, x.shape[-1])
+
+
+def _slack_of_sums(total: Tensor, mean: Tensor, bridge: Tensor, length: int) -> Tensor:
+    slack = mean.mul(length).add_(bridge, alpha=length / 2 + ALIGNED_TERMS)
+    return slack.add_(total.abs_(), alpha=SCALE_ROUNDINGS).mul_(U)
+
+
+def _parts_of(w: Tensor | MatrixParts) -> Iterable[Tensor]:
+    if isinstance(w, MatrixParts):
+        return w.parts()
+    return (part.float() for part in w.split(max(1, LARGE // w.shape[1])))
+
+
+def _in_pieces(
+    x: Tensor, parts: Iterable[Tensor], count: int
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return totals and partial sums, norms of `count` rows, and how many of these are equal.
+
+    A matrix may be too large to be widened as a whole: a head takes 3.7 GB. Results are written
+    into memory of their own: small tensors between large ones would keep freed memory from reuse.
+    """
+    totals, means = torch.empty(2, len(x), count)
+    four, digests = torch.empty(count), torch.empty(count, dtype=torch.float64)
+    begin = 0
+    for wide in parts:
+        rows = slice(begin, begin := begin + len(wide))
+        totals[:, rows], means[:, rows] = _partial_sums(x, wide)
+        four[rows], digests[rows] = _four_norm(wide), _digests(wide)
+    return totals, means, four, _most_alike(digests) if count > 1 else 1
 
 
 def _partial_sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the product, and the mean magnitude of its partial sums at the CHECKPOINTS."""
-    length, elements = x.shape[1], len(x) * len(w)
+    """Return the products, and the mean magnitude of their partial sums at the CHECKPOINTS."""
+    length, shape = x.shape[-1], (*x.shape[:-1], w.shape[-2])
     # Small products: all partial sums in one bmm, then a cumulative sum.
-    if length % CHECKPOINTS == 0 and elements * CHECKPOINTS <= _AT_ONCE:
+    if x.ndim == 2 and length % CHECKPOINTS == 0 and prod(shape) * CHECKPOINTS <= _AT_ONCE:
         parts = [side.reshape(len(side), CHECKPOINTS, -1).transpose(0, 1) for side in (x, w)]
         sums = torch.bmm(parts[0], parts[1].transpose(1, 2)).cumsum(0)
         return sums[-1].clone(), sums.abs_().mean(0)
-    total = torch.zeros(len(x), len(w))
+    total = torch.zeros(shape)
     partial = torch.zeros_like(total)
     bounds = [length * part // CHECKPOINTS for part in range(CHECKPOINTS + 1)]
     for begin, end in pairwise(bounds):
-        total += x[:, begin:end] @ w[:, begin:end].T
+        total += x[..., begin:end] @ w[..., begin:end].mT
         partial += total.abs()
     return total, partial / CHECKPOINTS
 
@@ -184,15 +217,19 @@ def _repeats(rows: Tensor) -> int:
 
 
 def _digests(rows: Tensor) -> Tensor:
-    """Return a number for each nonzero row; rows equal but for sign and size have equal numbers."""
+    """Return a number for each row; rows equal but for sign and size have equal numbers.
+
+    A row of zeros has NaN.
+    """
     wide = rows.double()
     norms = wide.norm(dim=1)
     # A fixed random projection: equal rows have equal values whatever their sign and scale.
-    found: Tensor = ((wide @ _probe(rows.shape[1])) / norms)[norms > 0].abs()
+    found: Tensor = ((wide @ _probe(rows.shape[1])) / norms).abs()
     return found
 
 
 def _most_alike(digests: Tensor) -> int:
+    digests = digests[~digests.isnan()]
     if not len(digests):
         return 1
     found = torch.unique((digests * 2**_DIGEST_BITS).round(), return_counts=True)
@@ -200,9 +237,9 @@ def _most_alike(digests: Tensor) -> int:
 
 
 def _four_norm(rows: Tensor) -> Tensor:
-    """Return (sum of x^4)^(1/4), scaled so that nothing overflows."""
-    largest = rows.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
-    four: Tensor = (rows / largest[:, None]).square().square().sum(1).sqrt().sqrt() * largest
+    """Return (sum of x^4)^(1/4) of every row, scaled so that nothing overflows."""
+    largest = rows.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    four: Tensor = (rows / largest[..., None]).square_().square_().sum(-1).sqrt().sqrt() * largest
     return four
 
 

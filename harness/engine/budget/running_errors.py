@@ -24,8 +24,7 @@ from degarble.harness.engine.budget.bounded_values import (
     layer_normed,
     stored,
 )
-from degarble.harness.engine.budget.rules import U, summed
-from degarble.harness.formats.number_formats import FP32
+from degarble.harness.engine.budget.rules import U, product_slack
 from degarble.references.traced.trace import named, operator_name
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     Rule = Callable[["RunningErrors", Tensor, tuple[Any, ...], dict[str, Any]], Tensor]
 
 _NARROW = (torch.bfloat16, torch.float16)
+_PART = 1 << 22  # elements of a matrix whose bounds are held at once
 # Operators that move elements: they do the same to the errors.
 MOVES = named(
     """
@@ -391,17 +391,19 @@ def _shares(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) ->
 def _multiplied(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
     """Return the error of a matrix product, batched or not, with an addend or without."""
     addend, (a, b) = (args[0], args[1:3]) if len(args) > 2 else (None, args[:2])
-    off = torch.zeros_like(result)
-    flat_a, flat_b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
-    own = [
-        summed(x.float(), y.T.float().contiguous(), FP32).slack.double()
-        for x, y in zip(flat_a, flat_b, strict=True)
-    ]
-    off = off + torch.stack(own).reshape(result.shape)
-    if not errors.is_exact(b):
-        off = off + a.abs() @ errors.of(b)
-    if not errors.is_exact(a):
-        off = off + errors.of(a) @ (b.abs() + errors.of(b))
+    off = torch.empty_like(result)
+    # Part by part: a matrix may be most of the memory, and its bounds would be several of it.
+    width = max(1, _PART // max(1, b.shape[-2]))
+    for begin in range(0, b.shape[-1], width):
+        columns = slice(begin, begin + width)
+        part = b[..., columns]
+        own = product_slack(a.float(), part.mT.float().contiguous()).double()
+        if not errors.is_exact(b):
+            own = own + a.abs() @ errors.of(b)[..., columns]
+        if not errors.is_exact(a):
+            size = part.abs() if errors.is_exact(b) else part.abs() + errors.of(b)[..., columns]
+            own = own + errors.of(a) @ size
+        off[..., columns] = own
     if addend is not None:
         off = off + errors.of(addend) + result.abs() * U
     return off

@@ -13,6 +13,7 @@ from degarble.harness.engine.budget.bounded_values import BoundedValue
 from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.engine.budget.codes_and_choices import ChoiceResult, chosen_among
 from degarble.harness.engine.budget.rules import (
+    MatrixParts,
     U,
     ambiguous_bf16,
     exact,
@@ -24,7 +25,7 @@ from degarble.harness.engine.budget.rules import (
 from degarble.harness.engine.budget.running_errors import RunningErrors
 from degarble.harness.formats.number_formats import FP32
 from degarble.harness.report.number_text import number
-from degarble.references.linears import weight_values
+from degarble.references.linears import matrix_parts, weight_rows, weight_values
 from degarble.references.numerics import DecodedOperands
 from degarble.references.traced.definitions import NARROW, Roundings, compute
 from degarble.references.traced.evaluate import from_rows
@@ -34,6 +35,8 @@ from degarble.references.traced.spans import ComponentSpan
 from degarble.references.traced.trace import BoundaryKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from degarble.harness.engine.budget.rules import JudgeableCall
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 _RUNS = 8  # of a recurrent component with perturbed operations
 _SPREAD = 6  # standard deviations allowed, since so few runs are measured
 _CHUNK = 64  # tokens that a chunk sums at least
+_PART = 1 << 20  # elements of a matrix widened at once: they stay in a processor's cache
 
 
 class _Tracked(Roundings):
@@ -237,20 +241,27 @@ def linear(call: JudgeableCall) -> dict[str, Budget]:
     out = call.outputs["out"]
     weight = next(each for name, each in call.weights.items() if name.endswith("weight"))
     x = call.x.reshape(-1, call.x.shape[-1])
-    matrix = weight.values(torch.float32)
-    exact_operands = call.operands is DecodedOperands.EXACT or not weight.is_decoded
     numerics = None if call.facts is None else call.facts.numerics
-    used = matrix if exact_operands else weight_values(weight, torch.float32, numerics)
-    budget = summed(product_operand(x), used, output_format(out))
+
+    def parts() -> Iterator[Tensor]:
+        for part in matrix_parts(weight.shape, _PART):
+            yield weight_rows(weight, part, torch.float32, numerics)
+
+    budget = summed(product_operand(x), MatrixParts(weight.shape, parts), output_format(out))
     if call.ranks > 1 and _is_summed_over_ranks(call):
+        used = weight_values(weight, torch.float32, numerics)
         budget = over_ranks(replace(budget, slack=budget.slack.reshape(len(x), -1)), x, used,
                             call.ranks, on_the_way=True)  # fmt: skip
-    if not exact_operands:
+    if call.operands is not DecodedOperands.EXACT and weight.is_decoded:
         # A decoded number near a boundary of BF16 may go either way.
-        loose = x.abs().float() @ ambiguous_bf16(matrix).float().T
-        budget = replace(budget, slack=budget.slack + loose)
+        loose = (
+            x.abs().float() @ ambiguous_bf16(weight.rows(part, torch.float32)).float().T
+            for part in matrix_parts(weight.shape, _PART)
+        )
+        budget = replace(budget, slack=budget.slack + torch.cat([*loose], 1))
     if call.x_loose is not None:
-        budget = replace(budget, slack=budget.slack + call.x_loose @ used.abs().T)
+        loose = (call.x_loose @ part.abs().T for part in parts())
+        budget = replace(budget, slack=budget.slack + torch.cat([*loose], 1))
     return {
         "out": Budget(
             budget.output, budget.slack.reshape(out.shape), budget.derivation, budget.repeats

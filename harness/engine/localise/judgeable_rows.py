@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.faults.model_faults import facts_of, with_numerics
 from degarble.harness.engine.localise.replay import STATE, Batch, Replay, is_ragged, replayed, taken
-from degarble.harness.engine.localise.tensor_forms import LARGEST, finite
+from degarble.harness.engine.localise.tensor_forms import LARGEST, all_finite, finite
 from degarble.harness.model.family import family_of
 from degarble.references.binding import plain_call
 from degarble.references.facts import spans_of
@@ -103,11 +103,12 @@ def is_finite(known: TwinComponents, replay: Replay) -> bool:
 
 
 def _spoilt(known: TwinComponents, replay: Replay) -> dict[str, Tensor]:
-    """Return which rows of every input hold NaN or infinity."""
+    """Return which rows of the inputs hold NaN or infinity; an input without any may be absent."""
     found = {
         name: _rows_with(~tensor.isfinite() & ~(tensor.isneginf() & (name == _SCORES)))
         for name, tensor in replay.inputs.items()
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and name not in _CODED
+        if not all_finite(tensor)
     }
     # Decoding is most of the work, so it is done only where the twin's outputs are not finite.
     if "codes" in replay.inputs and not finite(replay.expected) and not replay.undecided:

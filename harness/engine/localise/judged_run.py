@@ -307,20 +307,16 @@ class Judge:
         name, expected = component.component.name, replay.expected
         values = self._values(name, replay.batch.outputs)
         twins = self._values(name, expected)
-        meant = self._meant(component.component, replay.batch)
+        meant = self._meant(component.component, replay)
         for output, value in values.items():
             if output not in component.rows:
                 continue
             sides = [value, twins.get(output), meant.get(output)]
-            flat = _numbers(
-                [side if side is None or side.shape == value.shape else None for side in sides]
-            )
             sums = component.rows[output].cosines
-            for pair, (a, b) in zip(PAIRS, ((0, 1), (0, 2), (1, 2)), strict=True):
-                left, right = flat[a], flat[b]
-                if left is None or right is None:
-                    continue
-                sums.setdefault(pair, PairSums()).add(left, right)
+            for pair, found in _sums_of(
+                [side if side is None or side.shape == value.shape else None for side in sides]
+            ).items():
+                sums.setdefault(pair, PairSums()).merge(found)
         return meant
 
     def _values(self, name: str, outputs: Tensors) -> dict[str, Tensor]:
@@ -339,9 +335,11 @@ class Judge:
         linear = f"{linear}.w2" if maker.endswith("ffn.experts.act_quant") else linear
         return self._known.activation(linear)
 
-    def _meant(self, component: Component, batch: Batch) -> dict[str, Tensor]:
+    def _meant(self, component: Component, replay: Replay) -> Tensors:
         """Return the BF16 reference's outputs on the same inputs; empty if it has no such call."""
-        reference, name = self._reference, component.name
+        reference, name, batch = self._reference, component.name, replay.batch
+        if reference is self._known.twin and replay.expected and not maker_of(component):
+            return replay.expected  # a twin that quantises nothing here is the reference itself
         if "codes" in batch.outputs:
             x = self._unquantised(name, batch)
             made = None if x is None else _per_slot(x, batch)
@@ -398,19 +396,42 @@ def _differs(judged: OutputResult) -> bool:
     return judged.verdict is Verdict.DIFFERS
 
 
-def _numbers(sides: list[Tensor | None]) -> list[Tensor | None]:
-    """Return flat float64 sides, only where all are finite; equal sides share one object."""
-    candidate, twin, _ = sides
-    tensors = [None if side is None else side.detach().double().flatten() for side in sides]
-    if candidate is not None and twin is not None and torch.equal(candidate, twin):
-        tensors[1] = tensors[0]
-    known = torch.stack([tensor.isfinite() for tensor in tensors if tensor is not None]).all(0)
-    if bool(known.all()):
-        return tensors
-    cut = [None if tensor is None else tensor[known] for tensor in tensors]
-    if tensors[1] is tensors[0]:
-        cut[1] = cut[0]
-    return cut
+def _sums_of(sides: list[Tensor | None]) -> dict[str, PairSums]:
+    """Return the sums of each of PAIRS, over elements that are finite in every side there is."""
+    flat: list[Tensor | None] = []
+    for at, side in enumerate(sides):
+        # Equal sides are one object, which is widened and multiplied once.
+        like = next((n for n in range(at) if _are_equal(sides[n], side)), None)
+        wide = None if side is None else side.detach().double().flatten()
+        flat.append(wide if like is None else flat[like])
+    made = _sums_of_flat(flat)
+    if all(math.isfinite(sums.cc + sums.rr + sums.dd) for sums in made.values()):
+        return made
+    every = {id(side): side for side in flat if side is not None}
+    known = torch.stack([side.isfinite() for side in every.values()]).all(0)
+    cut = {number: side[known] for number, side in every.items()}
+    return _sums_of_flat([None if side is None else cut[id(side)] for side in flat])
+
+
+def _are_equal(side: Tensor | None, other: Tensor | None) -> bool:
+    if side is None or other is None:
+        return False
+    return side is other or (side.dtype is other.dtype and torch.equal(side, other))
+
+
+def _sums_of_flat(flat: Sequence[Tensor | None]) -> dict[str, PairSums]:
+    found: dict[tuple[int, int], PairSums] = {}
+    made = {}
+    for pair, (a, b) in zip(PAIRS, ((0, 1), (0, 2), (1, 2)), strict=True):
+        candidate, reference = flat[a], flat[b]
+        if candidate is None or reference is None:
+            continue
+        sums = found.get((id(candidate), id(reference)))
+        if sums is None:
+            sums = found[id(candidate), id(reference)] = PairSums()
+            sums.add(candidate, reference)
+        made[pair] = sums
+    return made
 
 
 def _per_slot(x: Tensor, batch: Batch) -> Tensor | None:
@@ -433,7 +454,9 @@ def _count(component: JudgedComponent, replay: Replay) -> None:
             continue
         row.elements += output.numel()
         if twin is not None and not wrong_forms({name: output}, {name: twin}):
-            row.identical += int(equal_elements(*aligned({name: output}, {name: twin})[name]).sum())
+            pair = aligned({name: output}, {name: twin})[name]
+            alike = same_values(*pair)
+            row.identical += output.numel() if alike else int(equal_elements(*pair).sum())
 
 
 # --------------------------------------------------------------------------------------------------
