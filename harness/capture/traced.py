@@ -20,7 +20,8 @@ import torch
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.model.components import components
-from degarble.references.traced.evaluate import view_of
+from degarble.references.traced.attention import MASK, MASKED
+from degarble.references.traced.evaluate import joined, view_of
 from degarble.references.traced.family import STATE, is_sequential
 from degarble.references.traced.trace import BoundaryKind
 
@@ -53,11 +54,14 @@ class TracedRecorder:
         self._begun: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
         caches = [each for each in self._graph.trace.boundaries if each.kind is BoundaryKind.CACHE]
-        self._caches: dict[Any, Boundary] = {cache.facts["layer"]: cache for cache in caches}
+        self._caches = {(cache.facts["layer"], len(cache.inputs)): cache for cache in caches}
         self._passed = {
             output.number: source.number
             for cache in caches
             for source, output in zip(cache.inputs.values(), cache.outputs, strict=True)
+        }
+        self._overwritten = {
+            memory for each in self._graph.trace.operations for memory in each.mutated
         }
         self._paths: dict[int, str] = {}
         self._values: dict[int, Tensor] = {}
@@ -171,7 +175,7 @@ class TracedRecorder:
 
     def cached(self, layer: int, new: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
         """Take the new rows of a cache, and all rows that it gives back."""
-        boundary = self._caches.get(layer)
+        boundary = self._caches.get((layer, len(new)))
         if boundary is None:
             return
         for ref, tensor in zip(boundary.inputs.values(), new, strict=True):
@@ -202,7 +206,10 @@ class TracedRecorder:
         if edge is not None and self._graph.trace.positions in edge.sources:
             return
         if isinstance(tensor, torch.Tensor) and number not in self._values:
-            rows = self._rows(tensor, self._graph.trace.tensors[number])
+            traced = self._graph.trace.tensors[number]
+            rows = self._rows(tensor, traced)
+            if traced.storage in self._overwritten:
+                rows = rows.clone()
             self._values[number] = rows
             # Without a cache attention is given the new rows themselves.
             passed = self._passed.get(number)
@@ -212,6 +219,8 @@ class TracedRecorder:
     def _rows(self, tensor: Tensor, traced: TracedTensor) -> Tensor:
         """Return a tensor with one row a token of all sequences in front."""
         axis = traced.token_axis
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)  # as numbers, which files can hold
         if axis is None:
             return tensor
         if axis and traced.shape[0] == 1:
@@ -235,7 +244,7 @@ class TracedRecorder:
             outputs = {name: self._value(ref.number) for name, ref in traced.outputs.items()}
             if is_sequential(traced):
                 inputs |= self._state(traced)
-            whole = not traced.is_recurrent or self._keep(component.name, inputs)
+            whole = not traced.is_recurrent or self._keep(component.name, inputs, traced.whole)
             if whole and self._recorder.chooses(component.name) and not self._recorder.idle:
                 taken = self._recorder.before(component.name, inputs)
                 self._recorder.after(component.name, taken, inputs, outputs)
@@ -244,7 +253,7 @@ class TracedRecorder:
                 if self._waiting[number] <= 0:
                     self._values.pop(number, None)
 
-    def _keep(self, name: str, inputs: dict[str, Tensor]) -> bool:
+    def _keep(self, name: str, inputs: dict[str, Tensor], whole: frozenset[str]) -> bool:
         """Add a recurrent component's earlier inputs to a call, and keep those of the call.
 
         Return False where the run began before it was recorded.
@@ -255,11 +264,11 @@ class TracedRecorder:
             self._past and not earlier
         ):
             return False
-        own = [key for key in inputs if key not in {"positions", "token_offsets"}]
+        known = {"positions", "token_offsets", *whole}
+        own = [key for key in inputs if key not in known]
         new = {key: inputs[key].unflatten(0, (batch, time)) for key in own}
         self._kept[name] = {
-            key: torch.cat([earlier[key], rows], 1) if earlier else rows
-            for key, rows in new.items()
+            key: joined([earlier[key], rows], 1) if earlier else rows for key, rows in new.items()
         }
         inputs |= {f"{STATE}{key}": rows.flatten(0, 1) for key, rows in earlier.items()}
         return True
@@ -321,6 +330,13 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as it is added to scores; one of bools says which keys are seen."""
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, MASKED)
+    return mask.clamp(min=MASKED)
+
+
 @contextmanager
 def _attention_seen(recorder: TracedRecorder) -> Iterator[None]:
     """Wrap the attention function that the model looks up for as long as it is recorded."""
@@ -343,13 +359,13 @@ def _attention_seen(recorder: TracedRecorder) -> Iterator[None]:
             made = function(module, query, key, value, attention_mask, **named)
             given = {"query": query, "key": key, "value": value}
             if isinstance(attention_mask, torch.Tensor):
-                given["mask"] = attention_mask
+                given[MASK] = _added(attention_mask, query.dtype)
             recorder.attended(module, given, made[0])
             return made
 
         return attention
 
-    updating = Cache.update
+    updating, indexing = Cache.update, Cache.update_indexer
 
     def update(
         cache: Any, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **named: Any
@@ -359,9 +375,16 @@ def _attention_seen(recorder: TracedRecorder) -> Iterator[None]:
         recorder.cached(layer_idx, new, whole)
         return whole
 
+    def update_indexer(cache: Any, keys: Tensor, layer_idx: int) -> Any:
+        new = keys.clone()
+        whole = indexing(cache, keys, layer_idx)
+        recorder.cached(layer_idx, [new], [whole])
+        return whole
+
     with (
         mock.patch.object(ALL_ATTENTION_FUNCTIONS, "get_interface", interface),
         mock.patch.object(Cache, "update", update),
+        mock.patch.object(Cache, "update_indexer", update_indexer),
     ):
         yield
 

@@ -1,23 +1,30 @@
 """What a traced component computes, in float64: attention and experts by hand, the rest as traced.
 
-Shape letters: T tokens of a sequence, S tokens that it attends to, H query heads, G heads of keys,
-D width of a head, E experts, K chosen of them, F width of an expert.
+Shape letters: T tokens of a sequence, H query heads, D width of a head or of a state, E experts,
+K chosen of them, F width of an expert.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from degarble.harness.base.errors import NotBuilt
+from degarble.references.traced.attention import SINK, attended
 from degarble.references.traced.evaluate import from_rows, run, to_rows, view_of
 from degarble.references.traced.spans import ComponentSpan
-from degarble.references.traced.trace import VIEWS, BoundaryKind, ParameterRef, operator_name
+from degarble.references.traced.trace import (
+    TOKENS,
+    VIEWS,
+    BoundaryKind,
+    ParameterRef,
+    operator_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     from degarble.references.traced.trace import Trace, TracedTensor
 
 
-_FEWEST = 64  # tokens of a trace at their exact number: chunks of recurrent operations
+_FEWEST = 6  # bits of the tokens of a trace at their exact number: chunks of recurrent operations
 NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -136,9 +143,12 @@ def compute(
     }
     tokens = length = _tokens(forms, given)
     own, at = trace, component
-    if component.is_recurrent:
+    if component.is_rectangular:
+        if length > TOKENS:  # a choice of fewer keys than there are needs as many in the trace
+            own, at = _traced_at(graph, component, _prime_above(length))
+    elif component.is_recurrent:
         # Later tokens change no earlier result, so a trace of more tokens serves as well.
-        tokens = max(_FEWEST, 1 << (length - 1).bit_length())
+        tokens = _prime_above(length)
         own, at = _traced_at(graph, component, tokens)
     values: dict[int, Tensor] = {}
     for name, ref in at.inputs.items():
@@ -156,7 +166,16 @@ def compute(
     outputs = {name: ref.number for name, ref in at.outputs.items()}
     form_of = {name: trace.tensors[ref.number] for name, ref in component.outputs.items()}
     made = {name: to_rows(values[number], form_of[name]) for name, number in outputs.items()}
-    return {name: rows[:length] if length < tokens else rows for name, rows in made.items()}
+    return {name: _cut_to(length, rows, form_of[name]) for name, rows in made.items()}
+
+
+def _cut_to(length: int, rows: Tensor, form: TracedTensor) -> Tensor:
+    """Leave out rows, and columns for tokens that are attended to, past a number of tokens."""
+    if form.token_axis is None or rows.shape[0] <= length:
+        return rows
+    for axis in form.columns:
+        rows = rows.narrow(axis - len(form.shape), 0, length)
+    return rows[:length]
 
 
 def _one_after_the_other(
@@ -180,6 +199,14 @@ def _one_after_the_other(
             whole = made[name].contiguous()  # for views of it that the trace makes
             rows[ref.number] = roundings.between(whole, trace.tensors[ref.number].dtype)
     return {name: rows[ref.number] for name, ref in span.outputs.items()}
+
+
+def _prime_above(count: int) -> int:
+    """Return a prime that is no width of a model by chance, one of few."""
+    bits = max(_FEWEST, (count + 3).bit_length())
+    return next(
+        n for n in range((1 << bits) - 1, count, -1) if all(n % d for d in range(2, isqrt(n) + 1))
+    )
 
 
 def _tokens(forms: Mapping[str, TracedTensor], inputs: Mapping[str, Tensor]) -> int:
@@ -207,74 +234,10 @@ def attention(
     parameter: Parameters,
     stored: _Steps,
 ) -> Tensor:
-    """Return softmax attention [T, H, D] over the keys that the model's mask admits.
-
-    The last T of S keys are those of the new tokens.
-    """
-    q_THD, k_SGD, v_SGD = (inputs[name].double() for name in ("query", "key", "value"))
-    facts: Mapping[str, Any] = component.facts
-    group = q_THD.shape[1] // k_SGD.shape[1]
-    keys, values = (side.repeat_interleave(group, 1) for side in (k_SGD, v_SGD))
-    scale = facts.get("scaling")
-    q_HTD, k_HDS = q_THD.transpose(0, 1), keys.permute(1, 2, 0)
-    scores = stored(torch.bmm(q_HTD, k_HDS))
-    scores = stored(scores * (q_THD.shape[-1] ** -0.5 if scale is None else float(scale)))
-    cap = facts.get("softcap")
-    if cap:
-        scores = stored(stored(torch.tanh(stored(scores / cap))) * cap)
-    if "mask" in inputs:
-        scores = _masked(scores, inputs["mask"])
-    else:
-        admitted = admitted_keys(facts.get("mask"), q_THD.shape[0], k_SGD.shape[0])
-        scores = scores.masked_fill(~admitted, -torch.inf)
-    sink = facts.get("s_aux")
-    if isinstance(sink, ParameterRef):
-        column = parameter(sink.name).double().reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)
-        both = torch.cat([scores, column], -1)
-        both = stored(both - both.amax(-1, keepdim=True))
-        shares = both.softmax(-1)[..., :-1]
-    else:
-        shares = scores.softmax(-1)
-    return torch.bmm(stored.shares(shares), values.transpose(0, 1)).transpose(0, 1)
-
-
-def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-    if mask.dtype is torch.bool:
-        return scores.masked_fill(~mask, -torch.inf)
-    return scores + mask.double()
-
-
-def admitted_keys(mask: Any, queries: int, keys: int) -> Tensor:
-    """Return which keys each query sees [T, S], by the function that the model masks with."""
-    at_q = torch.arange(keys - queries, keys)[:, None].expand(-1, keys)
-    at_k = torch.arange(keys)[None].expand(queries, -1)
-    if mask is None:
-        return at_k <= at_q
-    zero = torch.zeros_like(at_q)
-    with _Unpadded():
-        admitted: Tensor = mask(zero, zero, at_q, at_k).bool()
-    return admitted
-
-
-class _Unpadded(TorchDispatchMode):
-    """Gives values to what a mask function kept of the trace: no token is padding."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operator on what is known."""
-        del types
-        return func(*tree_map(_filled, args), **tree_map(_filled, kwargs or {}))
-
-
-def _filled(argument: Any) -> Any:
-    if not isinstance(argument, torch.Tensor) or not argument.is_meta:
-        return argument
-    fill = torch.ones_like if argument.dtype is torch.bool else torch.zeros_like
-    return fill(argument, device="cpu")
+    """Return softmax attention [T, H, D]."""
+    sink = component.facts.get(SINK)
+    column = parameter(sink.name) if isinstance(sink, ParameterRef) else None
+    return attended(inputs, component.facts, column, stored)
 
 
 def experts(

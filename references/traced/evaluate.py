@@ -50,6 +50,8 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 def to_rows(value: Tensor, traced: TracedTensor) -> Tensor:
     """Return a tensor of the trace's form with its tokens in front and without the batch."""
     axis = traced.token_axis
+    if value.is_complex():
+        value = torch.view_as_real(value)
     if axis is None:
         return value
     if traced.rows > 1:
@@ -60,17 +62,34 @@ def to_rows(value: Tensor, traced: TracedTensor) -> Tensor:
 
 
 def from_rows(rows: Tensor, traced: TracedTensor) -> Tensor:
-    """Return rows in the form that the trace has them."""
+    """Return rows in the form that the trace has them; pairs of numbers as complex ones."""
+    if traced.dtype.is_complex and not rows.is_complex():
+        rows = torch.view_as_complex(rows.contiguous())
     axis = traced.token_axis
     if axis is None:
         return rows
     if traced.rows > 1:
         return rows.flatten(0, 1)
-    extents = [extent for at, extent in enumerate(traced.shape) if at != axis]
     batched = bool(axis) and traced.shape[0] == 1
-    rows = rows.reshape(-1, *extents[1:] if batched else extents)
+    extents = [extent for at, extent in enumerate(traced.shape) if at != axis][batched:]
+    if not traced.columns:
+        rows = rows.reshape(-1, *extents)
     rows = rows.movedim(0, axis - batched)
     return rows.unsqueeze(0) if batched else rows
+
+
+def joined(parts: Iterable[Tensor], axis: int = 0) -> Tensor:
+    """Return tensors one after the other; columns of tokens are filled up with the last one."""
+    held = list(parts)
+    widest = max((part.shape[-1] for part in held if part.ndim > 1), default=0)
+    return torch.cat([_filled_up(part, widest) for part in held], axis)
+
+
+def _filled_up(part: Tensor, width: int) -> Tensor:
+    if part.ndim < 2 or part.shape[-1] == width:
+        return part
+    missing = width - part.shape[-1]
+    return torch.cat([part, part[..., -1:].expand(*part.shape[:-1], missing)], -1)
 
 
 def view_of(trace: Trace, edge: ViewEdge, rows: Mapping[int, Tensor], number: int) -> Tensor:
@@ -105,7 +124,11 @@ def run(
             return _widened(parameters(argument.name), work)
         if isinstance(argument, ExtentRef):
             return argument.factor * tokens
+        if isinstance(argument, torch.Tensor):
+            return _widened(argument, work)
         if isinstance(argument, torch.dtype):
+            if argument.is_complex:
+                return work.to_complex()
             return work if argument in _FLOATS else argument
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
@@ -120,6 +143,8 @@ def run(
         keywords = {name: _mapped(keyword, known) for name, keyword in operation.keywords.items()}
         if operation.name == "_softmax":
             arguments[2] = False  # half_to_float: what it widens is wide already
+        if operation.name == "topk":
+            arguments[1] = min(arguments[1], arguments[0].shape[-1])
         made = operation.function(*arguments, **keywords)
         results = made if isinstance(made, (tuple, list)) else (made,)
         dtypes = operation.dtypes

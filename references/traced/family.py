@@ -33,16 +33,16 @@ from degarble.references.linears import (
     weight_values,
 )
 from degarble.references.numerics import cast
+from degarble.references.traced.attention import MASK, admitted_keys
 from degarble.references.traced.definitions import (
     EachOperation,
     Roundings,
-    admitted_keys,
     compute,
 )
-from degarble.references.traced.evaluate import view_of
+from degarble.references.traced.evaluate import joined, view_of
 from degarble.references.traced.graph import Graph, StretchKind, TracedComponent, cut, name_of
 from degarble.references.traced.spans import ComponentSpan, coarsened
-from degarble.references.traced.trace import BoundaryKind, trace
+from degarble.references.traced.trace import BoundaryKind, refused_config, trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -168,7 +168,10 @@ def transformers_config(text: str) -> Any:
             "Update transformers, or register a family with a reference of its own.",
         )  # fmt: skip
     raw.pop("quantization_config", None)
-    return AutoConfig.for_model(kind, **raw)
+    try:
+        return AutoConfig.for_model(kind, **raw)
+    except Exception as error:
+        raise refused_config(kind, error) from error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,7 +246,8 @@ def _plain(config: TracedConfig) -> tuple[Component, ...]:
             for input_name, ref in traced.inputs.items()
         ]
         if is_sequential(traced):
-            kept = [each.name for each in inputs] if keeps_state(traced) else []
+            needed = [n for n in traced.inputs if n not in {*traced.whole, "positions"}]
+            kept = needed if keeps_state(traced) else []
             if "positions" not in traced.inputs:
                 inputs.append(Input("positions", (), "positions"))
             inputs.append(Input("token_offsets", (), "offsets"))
@@ -382,7 +386,8 @@ class TracedFacts(ModelFacts):
         if not value.is_floating_point() or self.numerics.exact:
             return value
         dtype = self.graph.trace.tensors[self.traced.outputs[output].number].dtype
-        return cast(value, torch.float32 if dtype is torch.float32 else self.numerics.store)
+        wide = dtype in {torch.float32, torch.complex64}
+        return cast(value, torch.float32 if wide else self.numerics.store)
 
 
 class ComponentParameters:
@@ -459,7 +464,7 @@ def sequential(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
         {name: rows[-count:] for name, rows in computed(facts, given, weights).items()}
         for given, count in by_sequence(facts.traced, inputs)
     ]
-    return {name: torch.cat([part[name] for part in made]) for name in made[0]}
+    return {name: joined(part[name] for part in made) for name in made[0]}
 
 
 def by_sequence(traced: TracedComponent, inputs: Inputs) -> Iterator[tuple[dict[str, Tensor], int]]:
@@ -471,23 +476,31 @@ def by_sequence(traced: TracedComponent, inputs: Inputs) -> Iterator[tuple[dict[
         for span, length in zip(spans, lengths, strict=True):
             keys = slice(begun, begun + length)
             begun += length
-            yield (
-                {
-                    name: inputs[name][span.tokens if name in {"query", "mask"} else keys]
-                    for name in traced.inputs
-                },
-                span.count,
-            )
+            given = {
+                name: inputs[name][span.tokens if name in {"query", MASK} else keys]
+                for name in traced.inputs
+            }
+            if MASK in given:
+                given[MASK] = given[MASK][..., :length]
+            yield given, span.count
         return
-    begun, earlier = 0, _earlier(inputs, spans)
+    begun, at, earlier = 0, 0, _earlier(inputs, spans)
     for span, length in zip(spans, earlier, strict=True):
-        given: dict[str, Tensor] = {}
+        given = {}
         for name in traced.inputs:
-            rows, state = inputs[name][span.tokens], inputs.get(f"{STATE}{name}")
+            state = inputs.get(f"{STATE}{name}")
+            if name in traced.whole:
+                given[name] = inputs[name][at : at + span.stop]
+                continue
+            if name == "positions":
+                given[name] = torch.arange(span.stop)
+                continue
+            rows = inputs[name][span.tokens]
             if state is not None:
-                rows = torch.cat([state[begun : begun + length].to(rows.dtype), rows])
+                rows = joined([state[begun : begun + length].to(rows.dtype), rows])
             given[name] = rows
         begun += length
+        at += span.stop
         whole = traced.kind is BoundaryKind.CACHE
         yield given, length + span.count if whole else span.count
 

@@ -16,7 +16,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import NotBuilt
-from degarble.references.traced.trace import REGISTRY, VIEWS, BoundaryKind, ParameterRef, Ref, named
+from degarble.references.traced.attention import MASK
+from degarble.references.traced.trace import VIEWS, BoundaryKind, ParameterRef, Ref, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +30,9 @@ _ALONG = named(
     """
     convolution cumsum bmm baddbmm linalg_solve_triangular tril triu constant_pad_nd
     """
-)
+) | {MASK}
+# In chunks of the tokens, or one after the other: operations are those of one number of tokens.
+_CHUNKED = named("constant_pad_nd linalg_solve_triangular convolution")
 _BATCHED = frozenset({"bmm", "baddbmm"})
 _MOVES = VIEWS | {"_to_copy"}
 _TURNS = named(
@@ -39,12 +42,17 @@ _TURNS = named(
 )
 
 
+_ANY = frozenset({BoundaryKind.ACTIVATION, BoundaryKind.MODULE})
+_BY_HAND = frozenset({BoundaryKind.ATTENTION, BoundaryKind.CACHE, BoundaryKind.EXPERTS})
+
+
 class StretchKind(StrEnum):
     """What operations between boundaries compute."""
 
     ROTATION = "rotation"  # RoPE: with cosines and sines
     RESIDUAL = "residual"
     GATED = "gated"  # the product of an activated gate with another projection
+    CHOICE = "choice"  # of earlier tokens, by scores
     STRETCH = "stretch"  # anything else
     SPAN = "span"  # several components, of which a run recorded only the ends
 
@@ -63,6 +71,8 @@ class TracedComponent:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     is_recurrent: bool = False  # its operations run along the tokens
+    is_rectangular: bool = False  # with a mask of tokens by tokens, and not in chunks
+    whole: frozenset[str] = frozenset()  # inputs that hold earlier tokens as well, from a cache
 
     @property
     def layer(self) -> int | None:
@@ -109,6 +119,8 @@ class _Cutter:
         self._known = {trace.tokens.number, trace.positions.number}
         self._owner: dict[int, int] = {}  # the operation that made a tensor first
         self._names: Counter[str] = Counter()
+        self._kinds: dict[str, BoundaryKind | StretchKind] = {}
+        self._whole: set[int] = set()  # tensors that hold earlier tokens as well
         for number, operation in enumerate(trace.operations):
             for result in operation.results:
                 self._owner.setdefault(result, number)
@@ -134,6 +146,7 @@ class _Cutter:
         made = TracedComponent(
             name, boundary.kind, inputs, dict(zip(names, boundary.outputs, strict=True)),
             span, parameters, boundary.path, boundary.facts,
+            is_recurrent=boundary.kind in _ANY and self._combines_tokens(span),
         )  # fmt: skip
         for part in self._without_choice(made):
             self._add(part)
@@ -143,27 +156,39 @@ class _Cutter:
 
         A choice can then be judged by the logits that a run really had.
         """
-        if "logits" not in router.outputs:
+        if router.kind is not BoundaryKind.ROUTER:
             return (router,)
-        logits, end = router.outputs["logits"], router.operations[-1] + 1
-        rest = {name: ref for name, ref in router.outputs.items() if ref != logits}
+        for name in router.outputs:
+            parts = self._parted(router, name)
+            if parts:
+                return parts
+        return (router,)
+
+    def _parted(self, router: TracedComponent, name: str) -> tuple[TracedComponent, ...]:
+        operations, end = self._trace.operations, router.operations[-1] + 1
+        logits = router.outputs[name]
+        rest = {other: ref for other, ref in router.outputs.items() if other != name}
         made = tuple(
             number for number in self._back_to_known(logits, end)[0] if number in router.operations
         )
         self._known.add(logits.number)
         ways = [self._back_to_known(ref, end) for ref in rest.values()]
         self._known.discard(logits.number)
-        if any(sources != (logits,) for _, sources in ways):
-            return (router,)
         chosen = tuple(sorted({number for taken, _ in ways for number in taken}))
-        operations = self._trace.operations
+        if (
+            not ways
+            or any(sources != (logits,) for _, sources in ways)
+            or any(operations[number].name == "topk" for number in made)
+        ):
+            return ()
+        kind = BoundaryKind.TOPK if {*rest} == {"weights", "experts"} else StretchKind.STRETCH
         return (
             replace(
-                router, outputs={"logits": logits}, operations=made,
+                router, outputs={name: logits}, operations=made,
                 parameters=_parameters(operations[number] for number in made),
             ),
             replace(
-                router, name=f"{router.name}.{BoundaryKind.TOPK}", kind=BoundaryKind.TOPK,
+                router, name=f"{router.name}.{BoundaryKind.TOPK}", kind=kind,
                 inputs={"logits": logits}, outputs=rest, operations=chosen,
                 parameters=_parameters(operations[number] for number in chosen),
             ),
@@ -192,8 +217,9 @@ class _Cutter:
     def module(self, module: ModuleExit) -> None:
         """Make known what a module returns: a sum of experts, the result of a layer."""
         for ref in module.outputs:
-            if self._trace.tensors[ref.number].token_axis is None:
-                continue  # a recurrent state
+            traced = self._trace.tensors[ref.number]
+            if traced.token_axis is None or traced.rows > 1:
+                continue  # a recurrent state; or rows of which nobody knows whose they are
             self.demand(ref, module.path, module.operations, is_result=True)
 
     def demand(self, ref: Ref, consumer: str, before: int, *, is_result: bool = False) -> None:
@@ -202,26 +228,89 @@ class _Cutter:
             return
         operations, sources = self._back_to_known(ref, before)
         named = [self._trace.operations[number] for number in operations]
-        if any(result in self._trace.masks for each in named for result in each.results):
-            raise NotBuilt(
-                "attention", name_of(consumer), REGISTRY,
-                "Register a family with a reference of its own for this model.",
-            )  # fmt: skip
-        if all(operation.name in _MOVES for operation in named) and len(sources) == 1:
+        pairs = self._makes_pairs(ref, named)
+        along = pairs or self._combines_tokens(operations)
+        if along:
+            # Computed from the first token on, it needs no cache: new rows of every call will do.
+            cached = {source.number for source in sources if self._is_cached(source)}
+            self._known -= cached
+            operations, sources = self._back_to_known(ref, before)
+            self._known |= cached
+            named = [self._trace.operations[number] for number in operations]
+        elif all(operation.name in _MOVES for operation in named) and len(sources) == 1:
             self.edges[ref.number] = ViewEdge(sources, operations)
             return
         kind = self._kind(ref, named, sources)
+        if along and not self._trace.tensors[ref.number].dtype.is_floating_point:
+            kind = StretchKind.CHOICE if any(each.name == "topk" for each in named) else kind
+        inputs = self._input_names(kind, sources)
         self._add(
             TracedComponent(
-                self._name(kind, named, consumer, is_result=is_result), kind,
-                self._input_names(kind, sources),
+                self._name(kind, named, consumer, is_result=is_result), kind, inputs,
                 {"out": ref}, operations, _parameters(named), named[-1].module,
-                is_recurrent=_combines_tokens(named),
+                is_recurrent=along,
+                is_rectangular=pairs and not {each.name for each in named} & _CHUNKED,
+                whole=frozenset(name for name, each in inputs.items() if self._is_whole(each)),
             )
         )  # fmt: skip
 
+    def _makes_pairs(self, ref: Ref, operations: list[Operation]) -> bool:
+        """Return whether operations make a matrix of tokens by tokens."""
+        made = [ref.number, *(result for each in operations for result in each.results)]
+        return any(self._trace.tensors[number].columns for number in made)
+
+    def _combines_tokens(self, operations: Iterable[int]) -> bool:
+        """Return whether operations may run along the tokens."""
+        named = [self._trace.operations[number] for number in operations]
+        return _combines_tokens(named) or any(map(self._takes_some, named))
+
+    def _takes_some(self, operation: Operation) -> bool:
+        """Return whether an operation takes some of the tokens, as loops and shifts do."""
+        if operation.name not in {"select", "slice", "unbind"}:
+            return False
+        source, axis = (*operation.arguments, 0)[:2]
+        if not isinstance(source, Ref):
+            return False
+        traced = self._trace.tensors[source.number]
+        if traced.token_axis is None or axis % len(traced.shape) != traced.token_axis:
+            return False
+        made = self._trace.tensors[operation.results[0]]
+        return operation.name != "slice" or traced.shape != made.shape
+
+    def _is_cached(self, ref: Ref) -> bool:
+        return self._kinds.get(self.makers.get(ref.number, ("", ""))[0]) is BoundaryKind.CACHE
+
+    def _is_whole(self, ref: Ref) -> bool:
+        edge = self.edges.get(ref.number)
+        sources = (ref,) if edge is None else edge.sources
+        return any(source.number in self._whole for source in sources)
+
+    def _require_known(self, component: TracedComponent) -> None:
+        """Raise where a component reads what nobody gives it: a tensor from before the pass."""
+        if component.kind in _BY_HAND:
+            return
+        given = {ref.number for ref in component.inputs.values()}
+        for number in component.operations:
+            operation = self._trace.operations[number]
+            for read in operation.reads():
+                if isinstance(read, Ref) and read.number not in given:
+                    raise NotBuilt(
+                        "operation", f"{operation.name} in {component.name}",
+                        "operands that follow from tokens, positions and parameters",
+                        "Register a family with a reference of its own for this model.",
+                    )  # fmt: skip
+            given.update(operation.results)
+
     def _add(self, component: TracedComponent) -> None:
+        self._require_known(component)
         self.components.append(component)
+        self._kinds[component.name] = component.kind
+        if component.kind is BoundaryKind.CACHE or (
+            component.kind is not BoundaryKind.ATTENTION
+            and not component.is_recurrent
+            and any(map(self._is_whole, component.inputs.values()))
+        ):
+            self._whole |= {ref.number for ref in component.outputs.values()}
         for output, ref in component.outputs.items():
             self._known.add(ref.number)
             self.makers[ref.number] = component.name, output
@@ -256,7 +345,7 @@ class _Cutter:
     def _kind(self, ref: Ref, operations: list[Operation], sources: tuple[Ref, ...]) -> StretchKind:
         names = {operation.name for operation in operations} - _MOVES
         makers = [self.makers.get(source.number, ("", ""))[0] for source in sources]
-        kinds = {component.kind for component in self.components if component.name in makers}
+        kinds = {self._kinds[maker] for maker in makers if maker}
         if BoundaryKind.ROTARY in kinds and names <= _TURNS:
             return StretchKind.ROTATION
         shapes = {self._trace.tensors[source.number].shape[-1] for source in sources}
@@ -272,7 +361,7 @@ class _Cutter:
     ) -> str:
         path = name_of(operations[-1].module)
         stem = f"{path}.{kind}" if path else str(kind)
-        if kind is StretchKind.STRETCH:
+        if kind in {StretchKind.STRETCH, StretchKind.CHOICE}:
             stem = f"{name_of(consumer)}.result" if is_result else f"{name_of(consumer)}_input"
         return self._once(stem)
 
@@ -284,7 +373,7 @@ class _Cutter:
 
     def _input_names(self, kind: StretchKind, sources: tuple[Ref, ...]) -> dict[str, Ref]:
         """Name what operations between boundaries read, by what made it."""
-        kinds = {component.name: component.kind for component in self.components}
+        kinds = self._kinds
         found: dict[str, Ref] = {}
         # The latest result is the branch that joins; a residual stream is older.
         order = {component.name: number for number, component in enumerate(self.components)}
@@ -330,12 +419,12 @@ def _parameters(operations: Iterable[Operation]) -> tuple[str, ...]:
 
 
 def _output_names(boundary: Boundary) -> Iterator[str]:
+    if boundary.kind is BoundaryKind.CACHE:
+        return iter(boundary.inputs)
     if len(boundary.outputs) == 1:
         return iter(["out"])
     if boundary.kind is BoundaryKind.ROTARY:
         return iter(["cos", "sin"])
-    if boundary.kind is BoundaryKind.CACHE:
-        return iter(["key", "value"])
     if boundary.kind is BoundaryKind.ROUTER and len(boundary.outputs) == 3:
         return iter(["logits", "weights", "experts"])
     return iter([f"out{number}" for number in range(len(boundary.outputs))])

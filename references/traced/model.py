@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from degarble.references.model import RowBuffer, TokenBatch
-from degarble.references.traced.evaluate import view_of
+from degarble.references.traced.evaluate import joined, view_of
 from degarble.references.traced.family import (
     STATE,
     is_sequential,
@@ -55,7 +53,8 @@ class TracedForward:
                 given |= self._earlier(component.name, given, sequences)
             made = self.bound(component.name, **given)
             if keeps_state(traced):
-                self._keep(component.name, given, step, sequences)
+                kept = {n: rows for n, rows in given.items() if n not in traced.whole}
+                self._keep(component.name, kept, step, sequences)
             for name, ref in traced.outputs.items():
                 values[ref.number] = made[name]
         for sequence, new in zip(sequences, tokens, strict=True):
@@ -75,7 +74,7 @@ class TracedForward:
             rows = [sequence.traced.get(f"{name}.{key}") for sequence in sequences]
             kept = [row.all() for row in rows if row is not None]
             if kept and key not in {"positions", "token_offsets"}:
-                found[f"{STATE}{key}"] = torch.cat(kept)
+                found[f"{STATE}{key}"] = joined(kept)
         return found
 
     def _keep(
@@ -89,4 +88,10 @@ class TracedForward:
             if key.startswith(STATE) or key in {"positions", "token_offsets"}:
                 continue
             for sequence, span in zip(sequences, step.spans, strict=True):
-                sequence.traced.setdefault(f"{name}.{key}", RowBuffer()).append(rows[span])
+                new, at = rows[span], f"{name}.{key}"
+                held = sequence.traced.get(at)
+                if held is not None and held.all().shape[1:] != new.shape[1:]:
+                    new, held = joined([held.all(), new]), None  # as many columns as tokens
+                if held is None:
+                    held = sequence.traced[at] = RowBuffer()
+                held.append(new)

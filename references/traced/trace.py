@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from degarble.harness.base.errors import NotBuilt
+from degarble.harness.base.errors import InvalidArgument, NotBuilt
+from degarble.references.traced.attention import MASK, MASKED, MaskOperator, facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,10 +54,8 @@ VIEWS = named(
 _ITEM = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  what .item() is
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"})
 EXPERTS_GATE = "_apply_gate"  # a method of every module of transformers' experts interface
-ATTENTION = "degarble"  # the name of the tracer's attention function in transformers' registry
-
-
-REGISTRY = "attention that transformers looks up in its registry"
+EXPERTS = "degarble"  # the name of the tracer's function of experts in transformers' registry
+EAGER = "eager"  # transformers' name of its plain attention, and of masks that are added to scores
 
 
 class BoundaryKind(StrEnum):
@@ -101,11 +100,8 @@ class TracedTensor:
     dtype: torch.dtype
     storage: int
     token_axis: int | None  # None for a tensor without one
-
-    @property
-    def rows(self) -> int:
-        """Return how many rows a token has along its axis."""
-        return 1 if self.token_axis is None else max(1, self.shape[self.token_axis] // TOKENS)
+    rows: int = 1  # of a token along its axis
+    columns: tuple[int, ...] = ()  # further axes of tokens, such as those that are attended to
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,6 @@ class Trace:
     logits: Ref
     parameters: Mapping[str, TracedTensor]
     buffers: Mapping[str, Tensor]  # values of those that no checkpoint holds
-    masks: frozenset[int]  # tensors of attention masks, which stand for functions
 
 
 def _references(arguments: Any) -> Iterator[Ref | ParameterRef]:
@@ -187,7 +182,7 @@ class _Tracer(TorchDispatchMode):
         self.modules: list[ModuleExit] = []
         self.path: list[str] = []
         self.within: str | None = None  # the boundary that is running
-        self.masks: set[int] = set()
+        self.positions: Tensor | None = None
         self._numbers: dict[int, int] = {}
         self._kept: list[Tensor] = []  # an id may be reused once its object dies
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -221,8 +216,18 @@ class _Tracer(TorchDispatchMode):
             mutated = tuple(_storage(tensor) for tensor in _tensors(written))
         path = self.path[-1] if self.path else ""
         dtypes = tuple(tensor.dtype for tensor in _tensors(result))
+        if self._counts_tokens(func, args, result):
+            # Models without an argument for positions count from the length of their cache.
+            func, named = torch.ops.aten.view.default, {}
+            arguments = self._named(self.positions), self._named([self.tokens])
         self.operations.append(Operation(func, arguments, named, results, dtypes, path, mutated))
         return result
+
+    def _counts_tokens(self, func: Any, args: tuple[Any, ...], result: Any) -> bool:
+        """Return whether a result is the number of each token in the pass: its position."""
+        if operator_name(func) != "arange" or result.shape != (self.tokens,):
+            return False
+        return args in {(self.tokens,), (0, self.tokens), (0, self.tokens, 1)}
 
     def number(self, tensor: Tensor) -> int:
         """Return a tensor's number; a new one if it was not seen before."""
@@ -244,11 +249,13 @@ class _Tracer(TorchDispatchMode):
         """Return an argument with its tensors as references, and its extents by the tokens."""
         if isinstance(argument, torch.Tensor):
             name = self._parameters.get(id(argument))
+            if name is None and not argument.is_meta and id(argument) not in self._numbers:
+                return argument.clone()  # a constant, such as a list that a tensor is indexed with
             return Ref(self.number(argument)) if name is None else ParameterRef(name)
         whole = isinstance(argument, int) and not isinstance(argument, bool)
         # A trace of few tokens is for that number alone.
-        if whole and self.tokens == TOKENS and argument and not argument % TOKENS:
-            return ExtentRef(argument // TOKENS) if abs(argument) < _NO_EXTENT else argument
+        if whole and self.tokens >= TOKENS and argument and not argument % self.tokens:
+            return ExtentRef(argument // self.tokens) if abs(argument) < _NO_EXTENT else argument
         return argument
 
 
@@ -266,11 +273,14 @@ def _storage(tensor: Tensor) -> int:
 
 def _described(tensor: Tensor, tokens: int) -> TracedTensor:
     shape = tuple(tensor.shape)
-    axis = shape.index(tokens) if tokens in shape else None
+    storage = _storage(tensor)
+    along = tuple(axis for axis, extent in enumerate(shape) if extent == tokens)
+    if along:
+        return TracedTensor(shape, tensor.dtype, storage, along[0], columns=along[1:])
     # Several rows a token, such as its heads.
-    if axis is None and tokens == TOKENS and shape and not shape[0] % tokens and shape[0]:
-        axis = 0
-    return TracedTensor(shape, tensor.dtype, _storage(tensor), axis)
+    if tokens >= TOKENS and shape and not shape[0] % tokens and shape[0]:
+        return TracedTensor(shape, tensor.dtype, storage, 0, shape[0] // tokens)
+    return TracedTensor(shape, tensor.dtype, storage, None)
 
 
 def is_boundary(module: nn.Module) -> bool:
@@ -310,10 +320,11 @@ def _traced(model: nn.Module, buffers: Mapping[str, Tensor], tracer: _Tracer) ->
             _watch(tracer, path, module, stack)
         ids = torch.zeros(1, tracer.tokens, dtype=torch.int64, device="meta")
         positions = torch.zeros_like(ids)
-        # With a mask of its own transformers does not look for packed sequences in the positions.
-        mask = torch.ones_like(ids, dtype=torch.bool)
         tokens, at = Ref(tracer.number(ids)), Ref(tracer.number(positions))
+        tracer.positions = positions
         with torch.no_grad(), tracer:
+            # With a mask of its own transformers does not look for packed sequences in positions.
+            mask = torch.ones(1, tracer.tokens, dtype=torch.bool, device="meta")
             try:
                 logits = model(
                     input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True
@@ -331,7 +342,6 @@ def _traced(model: nn.Module, buffers: Mapping[str, Tensor], tracer: _Tracer) ->
     return Trace(
         tuple(tracer.tensors), tuple(tracer.operations), tuple(tracer.boundaries),
         tuple(tracer.modules), tokens, at, Ref(tracer.number(logits)), parameters, dict(buffers),
-        frozenset(tracer.masks),
     )  # fmt: skip
 
 
@@ -420,70 +430,105 @@ class _StandIns:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
-        def update(_cache: Any, *given: Any, **named: Any) -> Any:
-            return self.cache(*given, **named)
+        def update(_cache: Any, keys: Any, values: Any, layer_idx: int, *_: Any, **__: Any) -> Any:
+            return self.cache(layer_idx, key=keys, value=values)
 
-        registries: list[tuple[Any, Any]] = [
-            (ALL_ATTENTION_FUNCTIONS, self.attention),
-            (ALL_MASK_ATTENTION_FUNCTIONS, self.mask),
-            (ALL_EXPERTS_FUNCTIONS, self.experts),
-        ]
-        for registry, function in registries:
-            registry.register(ATTENTION, function)
-        with mock.patch.object(Cache, "update", update):
-            try:
+        def update_indexer(_cache: Any, keys: Any, layer_idx: int) -> Any:
+            return self.cache(layer_idx, key=keys)[0]
+
+        def interface(_name: str, own: Any) -> Any:
+            def attention(module: nn.Module, *given: Any, **named: Any) -> Any:
+                operands = dict(
+                    zip(("query", "key", "value", "attention_mask"), given, strict=False)
+                )
+                return self.attention(own, module, operands | named)
+
+            return attention
+
+        masks = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping  # noqa: SLF001
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, self.experts)
+        try:
+            with (
+                mock.patch.object(ALL_ATTENTION_FUNCTIONS, "get_interface", interface),
+                mock.patch.dict(masks, {EAGER: self.mask}),
+                mock.patch.object(Cache, "update", update),
+                mock.patch.object(Cache, "update_indexer", update_indexer),
+            ):
                 yield self
-            finally:
-                for registry, _ in registries:
-                    # `del registry[...]` acts on a copy.
-                    registry._global_mapping.pop(ATTENTION)  # noqa: SLF001
+        finally:
+            # `del registry[...]` acts on a copy.
+            ALL_EXPERTS_FUNCTIONS._global_mapping.pop(EXPERTS)  # noqa: SLF001
 
     def mask(
-        self, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_: Any
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        mask_function: Any,
+        dtype: torch.dtype = torch.float32,
+        **_: Any,
     ) -> Tensor:
-        """Return a mask, and remember by which function it admits keys."""
-        made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        """Return a mask as eager attention adds it, and remember by which function it admits."""
+        tracer = self._running
+        with _disable_current_modes():
+            made = torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device="meta")
         self._kept.append(made)
         self._masks[id(made)] = mask_function
-        self._running.masks.add(self._running.number(made))
+        extents = tuple(map(tracer.name, (q_length, kv_length)))
+        tracer.operations.append(
+            Operation(
+                MaskOperator(mask_function, dtype), extents, {}, (tracer.number(made),), (dtype,),
+                tracer.path[-1] if tracer.path else "",
+            )
+        )  # fmt: skip
         return made
 
-    def attention(
-        self,
-        _module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        **named: Any,
-    ) -> tuple[Tensor, None]:
-        """Record a call of attention: its operands, and the facts that it is given."""
-        mask = attention_mask
-        refs = {
-            name: self._ref(tensor)
-            for name, tensor in (("query", query), ("key", key), ("value", value))
-        }
-        facts: dict[str, Any] = {"mask": self._masks.get(id(mask))}
-        if mask is not None and facts["mask"] is None:
-            refs["mask"] = self._ref(mask)  # one that the model computes
+    def attention(self, own: Any, module: nn.Module, given: Mapping[str, Any]) -> Any:
+        """Record a call of attention: its operands, and the facts that it is given.
+
+        A function that computes something else than attention's definition is recorded as what it
+        consists of.
+        """
+        named = dict(given)
+        query, key, value, attention_mask = (
+            named.pop(name, None) for name in ("query", "key", "value", "attention_mask")
+        )
+        forms = {"query": query, "key": key, "value": value}
+        facts = facts_of(own, module, forms, named)
+        if facts is None:
+            return own(module, query, key, value, attention_mask, **named)
+        refs = {name: self._ref(tensor) for name, tensor in forms.items()}
+        facts[MASK] = self._masks.get(id(attention_mask))
+        if attention_mask is not None and facts[MASK] is None:
+            # One that the model computes.
+            refs[MASK] = self._ref(attention_mask.clamp(min=MASKED))
         for name, fact in named.items():
             if isinstance(fact, torch.Tensor):
                 reference = self._running.name(fact)
                 if isinstance(reference, ParameterRef):
                     facts[name] = reference
-            elif isinstance(fact, (int, float, str)) or fact is None:
-                facts[name] = fact
         heads, count, width = query.shape[1], query.shape[2], value.shape[-1]
-        (out,) = self._record(
-            BoundaryKind.ATTENTION, refs, [((1, count, heads, width), query.dtype)], facts
-        )
+        tracer = self._running
+        begin = len(tracer.operations)
+        out = torch.empty((1, count, heads, width), dtype=query.dtype, device="meta")
+        span = begin, len(tracer.operations)
+        outputs, kind = (self._ref(out),), BoundaryKind.ATTENTION
+        tracer.boundaries.append(Boundary(tracer.path[-1], kind, refs, outputs, span, facts))
         return out, None
 
-    def cache(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def cache(self, layer: int, **rows: Tensor) -> tuple[Tensor, ...]:
         """Record new rows of a cache, and return as many."""
-        refs = {"key": self._ref(keys), "value": self._ref(values)}
-        forms = [(tuple(tensor.shape), tensor.dtype) for tensor in (keys, values)]
-        return tuple(self._record(BoundaryKind.CACHE, refs, forms, {"layer": layer_idx}))
+        tracer = self._running
+        refs = {name: self._ref(tensor) for name, tensor in rows.items()}
+        begin = len(tracer.operations)
+        made = tuple(tensor.clone() for tensor in rows.values())
+        span = begin, len(tracer.operations)
+        outputs = tuple(map(self._ref, made))
+        facts = {"layer": layer}
+        tracer.boundaries.append(
+            Boundary(tracer.path[-1], BoundaryKind.CACHE, refs, outputs, span, facts)
+        )
+        return made
 
     def experts(self, _module: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return memory: what experts compute is defined by hand."""
@@ -497,37 +542,34 @@ class _StandIns:
     def _ref(self, tensor: Tensor) -> Ref:
         return Ref(self._running.number(tensor))
 
-    def _record(
-        self,
-        kind: BoundaryKind,
-        inputs: Mapping[str, Ref],
-        forms: Sequence[tuple[tuple[int, ...], torch.dtype]],
-        facts: Mapping[str, Any],
-    ) -> list[Tensor]:
-        tracer = self._running
-        begin = len(tracer.operations)
-        tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in forms]
-        span = begin, len(tracer.operations)
-        outputs = tuple(self._ref(tensor) for tensor in tensors)
-        tracer.boundaries.append(Boundary(tracer.path[-1], kind, inputs, outputs, span, facts))
-        return tensors
+
+def refused_config(kind: str, error: Exception) -> InvalidArgument:
+    """Return the refusal of a config with which transformers itself builds no model."""
+    said = str(error).strip().splitlines() or [""]
+    return InvalidArgument(
+        "config.json", kind,
+        f"settings that transformers builds this model from ({type(error).__name__}: {said[0]})",
+        "Compare config.json with the one in the model's own repository.",
+    )  # fmt: skip
 
 
 def _built(config: Any, dtype: torch.dtype) -> nn.Module:
     """Return transformers' model of a config on the meta device."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM  # noqa: PLC0415
 
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise NotBuilt(
+            "model_type", config.model_type, "a causal language model of transformers",
+            "Register a family with a reference of its own for this model.",
+        )  # fmt: skip
     with torch.device("meta"):
         try:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION,
-                experts_implementation=ATTENTION, trust_remote_code=False,
+                config, dtype=dtype, attn_implementation=EAGER,
+                experts_implementation=EXPERTS, trust_remote_code=False,
             )  # fmt: skip
-        except KeyError as error:
-            raise NotBuilt(
-                "architecture", config.model_type, REGISTRY,
-                "Register a family with a reference of its own for this model.",
-            ) from error  # fmt: skip
+        except Exception as error:
+            raise refused_config(config.model_type, error) from error
     found: nn.Module = model.eval()
     return found
 

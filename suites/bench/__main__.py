@@ -41,7 +41,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "runs": ("capture", "check", "check-width"),
     "models": ("references", "streaming"),
     "small_models": ("tiny", "decoder-text"),
-    "architectures": ("architectures", "derived-budgets"),
+    "architectures": ("derived-budgets",),
     "detection": ("peers", "museum", "history"),
     "rows": ("quantise", "rows"),
     "cache": ("cache-rows",),

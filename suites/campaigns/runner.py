@@ -82,6 +82,7 @@ def arguments(description: str, *, count: int) -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seed", type=int, default=0, help="the first case's seed")
     parser.add_argument("--out", type=Path, default=Path("out/campaigns"), help="where to write")
+    parser.add_argument("--resume", action="store_true", help="keep what an earlier run wrote")
     return parser
 
 
@@ -91,17 +92,22 @@ def run_cases(
     seeds: Sequence[int],
     jobs: int,
     out: Path | None = None,
+    *,
+    resume: bool = False,
 ) -> CampaignReport:
     """Run `case` for each seed in `jobs` spawned processes of one thread each.
 
     `case` is a module-level function, because a spawned process imports it by name. A process that
     dies is itself a result: its cases are run again, each in a process of its own. Below `out`
-    each result is a line of NAME.jsonl as soon as it is known, for campaigns that are cut off.
+    each result is a line of NAME.jsonl as soon as it is known, for campaigns that are cut off: with
+    `resume` these lines stay, and their cases do not run again.
     """
     for variable in THREADS:
         os.environ.setdefault(variable, "1")
-    report = CampaignReport(name)
-    with _lines(out, name) as lines:
+    report = CampaignReport(name, _earlier(out, name) if resume else [])
+    known = {result.seed for result in report.results}
+    seeds = [seed for seed in seeds if seed not in known]
+    with _lines(out, name, resume=resume) as lines:
         for seed, pooled in _pooled(case, seeds, jobs):
             result = pooled or _alone(case, seed)
             report.results.append(result)
@@ -122,19 +128,30 @@ def run_campaign(
     """Run a campaign, write and print its report; return 1 where an outcome is not wanted."""
     if seeds is None:
         seeds = range(options.seed, options.seed + options.count)
-    report = run_cases(name, case, seeds, options.jobs, options.out)
+    report = run_cases(name, case, seeds, options.jobs, options.out, resume=options.resume)
     report.write(options.out)
     sys.stdout.write(report.table() + "\n")
     return int(any(result.outcome not in wanted for result in report.results))
 
 
+def _earlier(out: Path | None, name: str) -> list[CaseResult]:
+    path = None if out is None else out / f"{name}.jsonl"
+    if path is None or not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [CaseResult(**json.loads(line)) for line in lines]
+
+
 @contextmanager
-def _lines(out: Path | None, name: str) -> Iterator[TextIO | None]:
+def _lines(out: Path | None, name: str, *, resume: bool) -> Iterator[TextIO | None]:
     if out is None:
         yield None
         return
     out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{name}.jsonl").open("w", encoding="utf-8", buffering=1) as lines:
+    path = out / f"{name}.jsonl"
+    if not resume:
+        path.unlink(missing_ok=True)
+    with path.open("a", encoding="utf-8", buffering=1) as lines:
         yield lines
 
 

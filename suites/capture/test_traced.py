@@ -64,7 +64,7 @@ _RUNS = [("eager", torch.float32), ("eager", torch.bfloat16), ("sdpa", torch.bfl
 
 
 # transformers has no SDPA of attention with sinks, and its SDPA leaves out Gemma 2's soft cap.
-_NOT_HEALTHY = {("gpt_oss", "sdpa"), ("gemma2", "sdpa")}
+_NOT_HEALTHY = {(name, "sdpa") for name in ("gpt_oss", "gemma2", "granite_swa", "mamba")}
 
 
 def _cases(*, marked: bool) -> list[Any]:
@@ -277,6 +277,32 @@ def test_a_wrong_choice_of_experts_is_placed_in_the_choice(change: Callable[...,
 def test_wrong_logits_of_a_router_are_placed_in_its_gate() -> None:
     found = judged("mixtral", torch.bfloat16, "eager", _scaled("mlp.gate", 1.05))
     assert [origin.component for origin in found.origins] == ["layers.1.mlp.gate"]
+
+
+def _indexer(model: Any, change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Let a layer's indexer choose other tokens."""
+    indexer = _layer(model).self_attn.indexer
+    own = indexer.forward
+
+    def forward(*given: Any, **named: Any) -> torch.Tensor:
+        chosen: torch.Tensor = own(*given, **named)
+        return change(chosen, given[3].shape[-1])
+
+    indexer.forward = forward
+
+
+def _oldest(chosen: torch.Tensor, _keys: int) -> torch.Tensor:
+    return torch.arange(chosen.shape[-1], dtype=chosen.dtype).expand_as(chosen).clone()
+
+
+def _next_token(chosen: torch.Tensor, keys: int) -> torch.Tensor:
+    return ((chosen + 1) % keys).to(chosen.dtype)
+
+
+@pytest.mark.parametrize("change", [_oldest, _next_token])
+def test_a_wrong_choice_of_tokens_is_placed_in_the_choice(change: Callable[..., Any]) -> None:
+    found = judged("glm_moe_dsa", torch.bfloat16, "eager", lambda model: _indexer(model, change))
+    assert [origin.component for origin in found.origins] == ["layers.1.self_attn.indexer.result"]
 
 
 def test_another_model_is_refused_and_no_hook_stays() -> None:

@@ -325,7 +325,7 @@ def _coded(off: Tensor, slack: Tensor, differs: Tensor, words: tuple[str, ...]) 
 # Shape letters: T tokens, E experts, K chosen, G groups, W rows.
 
 _MOST_SETS = 64  # legal sets of groups that are tried for one token
-_NO_FINDING = LevelFinding("choice", (), 0.0, 0.0)
+NO_FINDING = LevelFinding("choice", (), 0.0, 0.0)
 _TABLE = "experts are those of the table: nothing may differ"
 
 
@@ -341,7 +341,7 @@ def rows_chosen(call: JudgeableCall, candidate: Tensor) -> ChoiceResult:
     """Judge lists of rows [T, K] by the scores that arrived."""
     scores, twin = call.inputs["scores"].double(), call.outputs["out"]
     words = ("rows are chosen by scores that arrive: only equal ones may be exchanged",)
-    worst, flips = _NO_FINDING, dict[int, int]()
+    worst, flips = NO_FINDING, dict[int, int]()
     for token in _moved(candidate, twin):
         mine, own = scores[token], candidate[token]
         if mine.isnan().any():
@@ -434,7 +434,7 @@ def chosen_among(
     gap_of: Callable[[Tensor, BoundedValue], tuple[float, float]] | None = None,
 ) -> ChoiceResult:
     """Judge what was chosen [T, K] by scores [T, E] and their errors; `gap_of` knows groups."""
-    worst, flips = _NO_FINDING, dict[int, int]()
+    worst, flips = NO_FINDING, dict[int, int]()
     for token in _moved(candidate, twin):
         own = candidate[token]
         mine = BoundedValue(score.value[token], score.error[token])

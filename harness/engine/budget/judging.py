@@ -224,6 +224,13 @@ def _experts_as_traced(
     }
 
 
+def _rows_as_traced(
+    call: JudgeableCall, outputs: Mapping[str, Tensor], places: Mapping[str, NamedPlaces]
+) -> dict[str, OutputResult]:
+    result = traced.choice_of_rows(call, outputs["out"])
+    return {"out": _chosen("out", call, outputs, result, places)}
+
+
 def _chosen(
     name: str,
     call: JudgeableCall,
@@ -250,5 +257,6 @@ def _chosen(
 _CHOICES: Mapping[str, Callable[..., dict[str, OutputResult]]] = {
     "ffn.topk": _experts_listed,
     "traced.topk": _experts_as_traced,
+    "traced.choice": _rows_as_traced,
     "attn.indexer.topk": _rows_listed,
 }

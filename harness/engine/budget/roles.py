@@ -362,6 +362,7 @@ _WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
     ("ffn.experts.act_quant", _experts_gated),
     ("ffn.topk", _weighed),
     ("traced.topk", traced.own_choice),
+    ("traced.choice", traced.exact_rows),
     ("traced.linear", traced.linear),
     ("traced.span", spans.span),
     (_TRACED, traced.traced),

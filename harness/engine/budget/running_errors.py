@@ -42,7 +42,7 @@ MOVES = named(
     view _unsafe_view reshape transpose permute slice split split_with_sizes unsqueeze
     squeeze expand select clone detach alias t cat stack index gather index_select
     unbind contiguous repeat flip roll constant_pad_nd narrow as_strided tril triu
-    unfold copy embedding
+    unfold copy embedding view_as_real view_as_complex
     """
 )
 # Operators whose results carry no error: fresh memory, choices and comparisons.
@@ -150,7 +150,8 @@ class RunningErrors(TorchDispatchMode):
 
 
 def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    """Return whether a value has errors; those of a complex one are bounds of its two parts."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _flat(arguments: Any) -> list[Tensor]:
@@ -193,7 +194,31 @@ def _sum_of_two(errors: RunningErrors, result: Tensor, args: Any, keywords: Any)
 
 def _product_of_two(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
     (a, off_a), (b, off_b) = _pair(errors, args[0]), _pair(errors, args[1])
+    if result.is_complex():
+        return _product_of_pairs(a, off_a, b, off_b)
     return _rounded(result, _size(a) * off_b + _size(b) * off_a + off_a * off_b)
+
+
+def _product_of_pairs(a: Any, off_a: Any, b: Any, off_b: Any) -> Tensor:
+    """Return the errors of a complex product: two products and their sum in each part."""
+    parts = []
+    for side in (a, off_a, b, off_b):
+        pair = torch.view_as_real(torch.as_tensor(side).to(torch.complex128).resolve_conj())
+        parts.append((pair[..., 0].abs(), pair[..., 1].abs()))
+    a_parts, a_off, b_parts, b_off = parts
+
+    def product(i: int, j: int) -> Tensor:
+        size = a_parts[i] * b_parts[j]
+        return a_parts[i] * b_off[j] + a_off[i] * (b_parts[j] + b_off[j]) + 2 * U * size
+
+    return torch.complex(product(0, 0) + product(1, 1), product(0, 1) + product(1, 0))
+
+
+def _polar(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
+    (size, off), (_, turned) = _pair(errors, args[0]), _pair(errors, args[1])
+    error = size.abs() * (turned + FUNCTION * U) + off
+    made: Tensor = torch.complex(*2 * (error.expand(result.shape),))
+    return made
 
 
 def _quotient(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
@@ -248,7 +273,7 @@ def _logarithm(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any)
 
 def _logistic(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
     x, off = _pair(errors, args[0])
-    off = off + x.abs() * U
+    off = torch.where(x.isfinite(), off + x.abs() * U, 0.0)
     return _rounded(result, (result * (1 - result) * off + 0.1 * off**2).clamp(max=1), FUNCTION + 2)
 
 
@@ -303,9 +328,9 @@ def _turned(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) ->
 def _power(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
     (x, off), exponent = _pair(errors, args[0]), args[1]
     if isinstance(exponent, torch.Tensor) or not isinstance(x, torch.Tensor):
-        base = math.log(abs(args[0])) if not isinstance(x, torch.Tensor) else math.inf
-        off = _pair(errors, exponent)[1]
-        return _rounded(result, result.abs() * (abs(base) * (off + exponent.abs() * U)), FUNCTION)
+        base, power = (torch.as_tensor(each, dtype=result.dtype) for each in (x, exponent))
+        turned = base.abs().log().abs() * (_pair(errors, exponent)[1] + power.abs() * U)
+        return _rounded(result, result.abs() * (turned + (power * off / base).abs()), FUNCTION)
     if exponent == 2:
         return _rounded(result, 2 * x.abs() * off + off**2)
     slope = (exponent * result / x).abs().nan_to_num(nan=0.0)
@@ -472,6 +497,7 @@ def _rule_table() -> dict[str, Rule]:
         ("gelu", _smooth(1.13, 4.0)),
         ("tanh", _smooth(1.0)),
         ("cos sin", _turned),
+        ("polar", _polar),
         ("pow", _power),
         ("sqrt", _root),
         ("rsqrt", _inverse_root),

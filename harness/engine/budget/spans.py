@@ -16,14 +16,14 @@ doubt are not judged, nor are later rows that attend to them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.engine.budget.rules import output_format
 from degarble.harness.engine.budget.running_errors import RunningErrors
+from degarble.harness.engine.budget.traced import Choices
 from degarble.references.traced.definitions import Roundings, compute
 from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential
 from degarble.references.traced.spans import ComponentSpan
@@ -70,23 +70,6 @@ class _Moved(Roundings):
     between = sums = operation
 
 
-class _Choices(TorchDispatchMode):
-    """Keeps what `topk` chooses from, and how many."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not
-        self.found: list[tuple[Tensor, int]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operator, and look at its operand."""
-        del types
-        if str(func.name()).startswith("aten::topk") and args[0].is_floating_point():
-            self.found.append((args[0], args[1]))
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass(frozen=True)
 class _Slack:
     """How far each element may be off, which of it was measured, and rows without a claim."""
@@ -127,7 +110,7 @@ def _budget(out: Tensor, component: ComponentSpan, parts: list[_Slack]) -> Budge
 def _slack(call: JudgeableCall, facts: TracedFacts, inputs: dict[str, Tensor]) -> dict[str, _Slack]:
     graph, component, parameter = facts.graph, facts.traced, facts.parameter(call.weights)
     assert isinstance(component, ComponentSpan), "bound by its family"
-    chosen = _Choices()
+    chosen = Choices()
     with chosen:
         exact = compute(graph, component, inputs, parameter, Roundings())
     errors = RunningErrors()
@@ -137,7 +120,7 @@ def _slack(call: JudgeableCall, facts: TracedFacts, inputs: dict[str, Tensor]) -
     runs: list[dict[str, Tensor]] = []
     others: list[list[tuple[Tensor, int]]] = []
     for _ in range(SAMPLES):
-        watched = _Choices()
+        watched = Choices()
         with watched:
             runs.append(compute(graph, component, inputs, parameter, _Moved(generator)))
         others.append(watched.found)

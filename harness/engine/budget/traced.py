@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from degarble.harness.base.errors import Undecided
 from degarble.harness.engine.budget.bounded_values import BoundedValue
 from degarble.harness.engine.budget.budget import Budget
-from degarble.harness.engine.budget.codes_and_choices import ChoiceResult, chosen_among
+from degarble.harness.engine.budget.codes_and_choices import NO_FINDING, ChoiceResult, chosen_among
 from degarble.harness.engine.budget.rules import (
     MatrixParts,
     U,
@@ -28,11 +29,11 @@ from degarble.harness.report.number_text import number
 from degarble.references.linears import matrix_parts, weight_rows, weight_values
 from degarble.references.numerics import DecodedOperands
 from degarble.references.traced.definitions import NARROW, Roundings, compute
-from degarble.references.traced.evaluate import from_rows
+from degarble.references.traced.evaluate import from_rows, joined
 from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential
 from degarble.references.traced.graph import StretchKind
 from degarble.references.traced.spans import ComponentSpan
-from degarble.references.traced.trace import BoundaryKind
+from degarble.references.traced.trace import BoundaryKind, operator_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,11 +75,14 @@ def traced(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of every output of a component that is computed as it was traced."""
     facts = call.facts
     assert isinstance(facts, TracedFacts), "bound by its family"
-    if facts.traced.is_recurrent:
+    along = facts.traced.is_recurrent
+    if along and not facts.traced.is_rectangular:
         return _measured(call, facts)
     errors = _errors_of(facts)
     with errors:
         made = _computed(call, facts, _Tracked(errors, facts))
+    if errors.unknown and along:
+        return _measured(call, facts)
     if errors.unknown:
         raise Undecided(
             "budget", ", ".join(errors.unknown), "operators whose rounding has a derivation",
@@ -150,6 +154,53 @@ def own_choice(call: JudgeableCall) -> dict[str, Budget]:
     return {"experts": whole, "weights": choice(call, call.outputs["experts"])[2]}
 
 
+class Choices(TorchDispatchMode):
+    """Keeps what `topk` chooses from, and how many."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not
+        self.found: list[tuple[Tensor, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and look at its operand."""
+        del types
+        if operator_name(func) == "topk" and args[0].is_floating_point():
+            self.found.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def choice_of_rows(call: JudgeableCall, own: Tensor) -> ChoiceResult:
+    """Judge a choice of earlier tokens by its scores."""
+    facts, twin = call.facts, call.outputs["out"]
+    assert isinstance(facts, TracedFacts), "bound by its family"
+    begun, worst, flips = 0, NO_FINDING, dict[int, int]()
+    for given, count in by_sequence(facts.traced, call.inputs):
+        errors, chosen = _errors_of(facts), Choices()
+        with errors, chosen:
+            roundings = _Tracked(errors, facts)
+            compute(facts.graph, facts.traced, given, facts.parameter(call.weights), roundings)
+        scores, _ = chosen.found[-1]
+        width = scores.shape[-1]
+        score = BoundedValue(
+            *(each.reshape(-1, width)[-count:] for each in (scores, errors.of(scores)))
+        )
+        rows = slice(begun, begun + count)
+        several = slice(width)  # more columns are of longer sequences
+        found = chosen_among(own[rows, several].long(), twin[rows, several].long(), score, ())
+        flips |= {begun + row: moved for row, moved in found.flips.items()}
+        worst = max(worst, found.worst, key=lambda finding: finding.ratio)
+        begun += count
+    words = ("another token is legal where both scores lie within their errors; order is free",)
+    return ChoiceResult(worst, flips, words)
+
+
+def exact_rows(call: JudgeableCall) -> dict[str, Budget]:
+    """Return the budget of the twin's choice."""
+    return {name: exact(FP32, f"{name} are whole numbers") for name in call.outputs}
+
+
 def _errors_of(facts: TracedFacts) -> RunningErrors:
     return RunningErrors(facts.numerics.store if facts.stores_operations else torch.float32)
 
@@ -181,7 +232,7 @@ def _measured(call: JudgeableCall, facts: TracedFacts) -> dict[str, Budget]:
     tokens = max(rows.shape[0] for rows in call.inputs.values())
     share = torch.finfo(store).eps / 2 if narrow else U * math.sqrt(max(tokens, _CHUNK))
     exact_ = _computed(call, facts, Roundings())
-    squares = {name: torch.zeros_like(out) for name, out in exact_.items()}
+    squares = {name: torch.zeros_like(out, dtype=torch.float64) for name, out in exact_.items()}
     for seed in range(_RUNS):
         moved = _computed(call, facts, _Perturbed(share, seed))
         for name, out in exact_.items():
@@ -192,6 +243,9 @@ def _measured(call: JudgeableCall, facts: TracedFacts) -> dict[str, Budget]:
     )
     budgets = {}
     for name, out in call.outputs.items():
+        if not out.is_floating_point():
+            budgets[name] = exact(FP32, f"{name} are whole numbers")
+            continue
         rows = squares[name].flatten(1).mean(1).reshape(-1, *[1] * (squares[name].ndim - 1))
         slack = _SPREAD * (squares[name] + rows).sqrt()
         budgets[name] = Budget(output_format(out), slack.float().reshape(out.shape), words)
@@ -221,7 +275,7 @@ def _computed(call: JudgeableCall, facts: TracedFacts, roundings: Roundings) -> 
     for given, count in by_sequence(facts.traced, call.inputs):
         made = compute(facts.graph, facts.traced, given, parameter, roundings)
         parts.append({name: rows[-count:] for name, rows in made.items()})
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: joined(part[name] for part in parts) for name in parts[0]}
 
 
 def _is_summed_over_ranks(call: JudgeableCall) -> bool:

@@ -173,7 +173,7 @@ _ROUNDINGS = (
         _roles(
             "traced.norm traced.activation traced.rotary traced.router traced.topk"
             " traced.experts traced.module traced.rotation traced.residual traced.gated"
-            " traced.stretch"
+            " traced.stretch traced.choice"
         ),
         habit=_EAGER,
     ),

@@ -79,8 +79,6 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("bloom", "attention that transformers looks up"),  # masks scores of its own
-        ("falcon", "attention that transformers looks up"),  # chooses a class by its name
         ("jetmoe", "a forward pass that runs without weights"),  # branches on values
     ],
 )
@@ -88,6 +86,23 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name(kind: str, expected: s
     small = {"hidden_size": 64, "num_hidden_layers": 2, "n_layer": 2, "vocab_size": 128}
     with pytest.raises(NotBuilt, match=expected):
         _ = TracedConfig.of({"model_type": kind, **small}).graph
+
+
+def test_settings_that_transformers_refuses_are_refused_by_name() -> None:
+    for settings in ({"hidden_size": 65}, {"num_hidden_layers": "two"}):
+        with pytest.raises(InvalidArgument, match="settings that transformers builds"):
+            _ = TracedConfig.of({"model_type": "falcon", **settings}).graph
+
+
+def test_a_model_that_writes_no_text_is_refused_by_name() -> None:
+    with pytest.raises(NotBuilt, match="a causal language model"):
+        _ = TracedConfig.of({"model_type": "vit"}).graph
+
+
+def test_an_index_without_a_value_is_refused_by_name() -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(NotBuilt, match="operands that follow from tokens"):
+        _ = TracedConfig.of({"model_type": "falcon", **small}).graph
 
 
 def test_expert_sums_stored_after_each_expert_change_experts_first() -> None:

@@ -109,13 +109,26 @@ ARCHITECTURES: dict[str, Mapping[str, Any]] = {
         "intermediate_size": 96, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4,
         "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 32,
     },
+    "glm_moe_dsa": {
+        **_LATENT, "n_group": 1, "topk_group": 1, "num_hidden_layers": 3, "index_n_heads": 16,
+        "index_head_dim": 16, "index_topk": 8,
+    },
+    "llama4_text": {
+        "intermediate_size": 96, "intermediate_size_mlp": 96, "head_dim": 16, "pad_token_id": 0,
+        "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 2,
+    },
+    "granite_swa": {**_WIDE, "head_dim": 16},
+    "diffllama": _WIDE,
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "mamba": {"state_size": 8, "time_step_rank": 8},
     "lfm2": {
         "intermediate_size": 96, "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "full_attention"],
     },
 }  # fmt: skip
-# Plain; sinks and biases; latent attention and groups; a convolution along the tokens.
-QUICK = ("llama", "gpt_oss", "deepseek_v3", "lfm2")
+# Plain; sinks and biases; latent attention and groups; a choice of earlier tokens; attention as
+# plain operations; a convolution along the tokens.
+QUICK = ("llama", "gpt_oss", "deepseek_v3", "glm_moe_dsa", "bloom", "lfm2")
 NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES
 ]

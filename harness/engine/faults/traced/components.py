@@ -40,7 +40,7 @@ from degarble.harness.engine.faults.traced.operations import (
 )
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number
-from degarble.references.traced.definitions import admitted_keys
+from degarble.references.traced.attention import admitted_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
