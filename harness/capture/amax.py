@@ -53,6 +53,8 @@ class InputRanges:
         self._experts: dict[str, dict[int, list[str]]] = {}
         for component in components(config):
             names = tuple(name for name in component.weights if name in linear)
+            if component.kind == "traced.experts":
+                continue  # one component for all: nobody sees what each expert is given
             if ".experts." in component.name:
                 by_number: dict[int, list[str]] = defaultdict(list)
                 for name in names:

@@ -123,6 +123,11 @@ def job_from(
     """Build a job from command-line options."""
     records = None if calibration is None else Calibration.load(calibration)
     with Checkpoint.open(source) as checkpoint:
+        if checkpoint.model is None:
+            # transformers is heavy, and an extra.
+            from degarble.harness.commands.traced_quantise import traced_job  # noqa: PLC0415
+
+            return traced_job(checkpoint, recipe, scale_rule, records)
         config, _ = require_model(checkpoint, "quantise")
     layout = target_layout(config, recipe_for(recipe, config))
     return QuantiseJob(source, layout, ScaleRule(scale_rule), calibration=records)

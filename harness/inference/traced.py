@@ -187,6 +187,10 @@ class TracedWeights(Mapping[str, "Weight"]):
         """Return the stored module that holds a parameter alone and as it is; None without one."""
         return self.converted.sources[self._names[name]].single
 
+    def modules(self, name: str) -> list[str]:
+        """Return the stored modules that a parameter is made of."""
+        return list(self.converted.sources[self._names[name]])
+
     @property
     def stored(self) -> dict[str, str]:
         """Return the parameter of each stored module that holds one alone."""

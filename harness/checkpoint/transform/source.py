@@ -145,11 +145,21 @@ def chosen_linears(found: Iterable[SourceLinear], only: tuple[str, ...]) -> Iter
 def require_model(checkpoint: Checkpoint, to: str) -> tuple[Config, LogicalNames]:
     """Raise for a checkpoint whose parameters have no logical names."""
     if checkpoint.model is None or checkpoint.names is None:
+        found, remedy = "", "Put the model's config.json into the folder of its shards."
+        if checkpoint.model is not None:
+            found = f", with names of no known {checkpoint.model.family} checkpoint"
+            remedy = "Run `degarble audit` on it: it lists the names that nobody knows."
+        elif checkpoint.config:
+            found = f", a model of type {shown(str(checkpoint.config.get('model_type')))}"
+            remedy = (
+                "For this model there are `degarble convert --to bf16` and `degarble quantise"
+                " --recipe nvfp4-full`."
+            )
         raise LayoutMismatch(
             f"source of {to}",
-            shown(str(checkpoint.root)),
+            f"{shown(str(checkpoint.root))}{found}",
             "a V4 or V3.2 checkpoint with its config.json",
-            "Put the model's config.json into the folder of its shards.",
+            remedy,
         )
     return checkpoint.model, checkpoint.names
 

@@ -169,7 +169,10 @@ class ConversionJob(Transform):
                 f"what {self.to} would convert in {shown(str(self.source))}",
                 "nothing",
                 f"something to do: {self.conversion.promise}",
-                _already(self.options.only),
+                _already(self.options.only)
+                if self.checkpoint.model is not None or self.checkpoint.quantisation
+                else "Of a model without tables here only quantised modules are converted, and this"
+                " source has none: `degarble quantise` makes some.",
             )
         return tuple(
             sorted(

@@ -1,0 +1,130 @@
+"""`degarble quantise` of any model of transformers: ModelOpt's bytes, and true refusals."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from degarble.suites.campaigns.healthy_exports import modelopt_export, saved_model
+from degarble.suites.commands.calls import call
+from degarble.suites.commands.test_traced_families import captured, checked
+from degarble.suites.commands.traced_checkpoints import PROMPT, write_checkpoint, write_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    Capsys = pytest.CaptureFixture[str]
+
+pytestmark = pytest.mark.needs("transformers")
+
+_SLOW = pytest.mark.slow
+_EXPORTS = [
+    ("llama", "NVFP4_DEFAULT_CFG", "nvfp4-full"),
+    ("qwen3-moe", "NVFP4_EXPERTS_ONLY_CFG", "nvfp4-experts"),
+    pytest.param("qwen3-moe", "NVFP4_DEFAULT_CFG", "nvfp4-full", marks=_SLOW),
+    pytest.param("v3", "NVFP4_DEFAULT_CFG", "nvfp4-full", marks=_SLOW),
+    pytest.param("mixtral", "NVFP4_DEFAULT_CFG", "nvfp4-full", marks=_SLOW),
+    pytest.param("qwen3", "W4A16_NVFP4_CFG", "weights", marks=_SLOW),
+]
+_WEIGHTS = "name: weights\nrules:\n- {match: 'layers.*', weight: NVFP4}\n"
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    held: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        held |= load_file(file)
+    return held
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.dtype == other.dtype and one.shape == other.shape
+    return same and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
+
+
+@pytest.mark.needs("modelopt")
+@pytest.mark.parametrize(("model", "scheme", "recipe"), _EXPORTS)
+def test_the_bytes_are_those_of_modelopt(
+    capsys: Capsys, tmp_path: Path, model: str, scheme: str, recipe: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what ModelOpt imports
+        theirs, source = modelopt_export(model, scheme, tmp_path)
+    wanted = _tensors(theirs)
+    end, options = ".input_scale", []
+    records = {
+        name.removesuffix(end): {"amax": float(scale) * 2688, "tokens": 1}
+        for name, scale in wanted.items() if name.endswith(end)
+    }  # fmt: skip
+    if records:
+        raw = {"format": "degarble-amax", "version": 1, "linears": records}
+        (tmp_path / "amax.json").write_text(json.dumps(raw))
+        options = ["--calibration", tmp_path / "amax.json"]
+    if recipe == "weights":
+        (tmp_path / "weights.yaml").write_text(_WEIGHTS)
+        recipe = str(tmp_path / "weights.yaml")
+    out = tmp_path / "out"
+    made = call(capsys, "quantise", source, out, "--recipe", recipe, *options)
+    assert made.status == 0, made.err
+    found = _tensors(out)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not _equal(found[name], wanted[name])] == []
+    stated = [json.loads((each / "hf_quant_config.json").read_text()) for each in (theirs, out)]
+    assert stated[0]["quantization"]["quant_algo"] == stated[1]["quantization"]["quant_algo"]
+    ignored = [each["quantization"]["exclude_modules"] for each in stated]
+    assert ignored[0] == ignored[1] or "experts" in recipe  # where ModelOpt writes patterns
+    loaded = ("--loader", "vllm")
+    assert call(capsys, "audit", out, "--against", source, *loaded).status == 0
+
+
+def test_a_model_is_calibrated_quantised_run_and_judged(capsys: Capsys, tmp_path: Path) -> None:
+    source, _ = saved_model("llama", "bf16", tmp_path)
+    write_tokenizer(source)
+    ranges = tmp_path / "ranges"
+    made = call(capsys, "capture", source, "--amax-only", "--out", ranges, "--prompt", PROMPT)
+    assert made.status == 0, made.err
+    out = tmp_path / "out"
+    recipe = ("--recipe", "nvfp4-full", "--calibration", ranges)
+    assert call(capsys, "quantise", source, out, *recipe).status == 0
+    assert (out / "tokenizer.json").exists()
+    done = captured(capsys, out, tmp_path / "capture", "--backend", "transformers")
+    assert done.status == 0, done.err
+    assert checked(capsys, tmp_path / "capture", source)["verdict"] == "AGREES"
+    # It is decoded again by the conversion that any model has.
+    made = call(capsys, "convert", out, tmp_path / "bf16", "--to", "bf16", "--prove")
+    assert made.status == 0, made.err
+
+
+def test_refusals_have_remedies_that_are_true(capsys: Capsys, tmp_path: Path) -> None:
+    dense = write_checkpoint(tmp_path / "llama", "llama")
+    out = tmp_path / "out"
+
+    def refused(*words: object) -> str:
+        made = call(capsys, *words)
+        assert made.status == 2
+        assert not out.exists()
+        assert "into the folder of its shards" not in made.err
+        return " ".join(made.err.split())
+
+    text = refused("quantise", dense, out, "--recipe", "nvfp4-full")
+    assert "degarble capture CKPT --amax-only" in text
+    assert "nvfp4-full or nvfp4-experts" in refused("quantise", dense, out, "--recipe", "official")
+    assert "no linear" in refused("quantise", dense, out, "--recipe", "nvfp4-experts")
+    assert "quantise --recipe nvfp4-full" in refused("convert", dense, out, "--to", "nvfp4")
+    assert "degarble quantise" in refused("convert", dense, out, "--to", "fp8-block")
+    mixture = write_checkpoint(tmp_path / "moe", "qwen3_moe")
+    text = refused("quantise", mixture, out, "--recipe", "nvfp4-full")
+    assert "by module name" in text
+    stacked = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss")
+    assert "one stack" in refused("quantise", stacked, out, "--recipe", "nvfp4-full")
+    (tmp_path / "weights.yaml").write_text(_WEIGHTS)
+    recipe = ("--recipe", tmp_path / "weights.yaml")
+    assert call(capsys, "quantise", dense, tmp_path / "made", *recipe).status == 0
+    text = refused("quantise", tmp_path / "made", out, *recipe)
+    assert "--to bf16" in text
+    next(dense.glob("*.safetensors")).unlink()
+    assert "No such file" in refused("quantise", dense, out, *recipe)
