@@ -206,13 +206,17 @@ class AlikeRows:
 
     def members(self) -> Array:
         """Return how many rows equal each one, itself included [M, blocks]."""
-        found = np.ones(self._digests.shape)
         # Mantissas ignore sign and powers of two.
         mantissas = np.frexp(np.abs(self._digests))[0]
-        for at in range(len(self.starts) if len(found) > 1 else 0):
-            column = mantissas[:, at]
-            _, group, counts = np.unique(column, return_inverse=True, return_counts=True)
-            found[:, at] = np.where(column > 0, counts[group.reshape(-1)], 1)
+        order = mantissas.argsort(axis=0)
+        ranked = np.take_along_axis(mantissas, order, 0)
+        # Equal neighbours of a column are one group; groups are numbered through all columns.
+        first = np.ones(ranked.shape, dtype=bool)
+        first[1:] = ranked[1:] != ranked[:-1]
+        group = first.T.cumsum().reshape(first.T.shape).T - 1
+        counts = np.bincount(group.reshape(-1))[group].astype(np.float64)
+        found = np.empty(ranked.shape)
+        np.put_along_axis(found, order, np.where(ranked > 0, counts, 1.0), 0)
         return found
 
 
