@@ -184,6 +184,10 @@ class ForwardPass:
             hidden = hidden[step.token_offsets[1:] - 1]
         for sequence, new in zip(sequences, tokens, strict=True):
             sequence.length += len(new)
+        return self.logits(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits for rows of `hidden`."""
         return self.bound("head", x=self.normed(hidden))["out"]
 
     def buffers(self, rows: int) -> dict[str, Tensor]:
@@ -421,10 +425,6 @@ class ModelV4(ForwardPass):
         for block in self.config.layers:
             streams = self.block(block, streams, step, sequences)
         return streams
-
-    def logits(self, streams: Tensor) -> Tensor:
-        """Return logits from the streams after the last layer."""
-        return self.bound("head", x=self.normed(streams))["out"]
 
     def draft(
         self, sequences: list[Sequence], streams: Tensor, tokens: list[Tensor], drafter: int = 0

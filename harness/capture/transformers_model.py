@@ -18,6 +18,7 @@ from degarble.harness.base.errors import NotBuilt
 from degarble.harness.capture.traced import recording
 from degarble.harness.inference.model import LogitsModel
 from degarble.harness.inference.traced import meta_model
+from degarble.harness.model.family import family_of
 from degarble.references.linears import matrix_parts
 from degarble.references.traced.family import TracedModel, logical_name
 
@@ -131,7 +132,7 @@ def run_by_transformers(model: OpenModel, recorder: Recorder) -> Iterator[None]:
 
 def require_traced(bound: Any) -> None:
     """Raise for a family whose components are not those of transformers' modules."""
-    if not isinstance(bound, TracedModel):
+    if not family_of(bound.config).runs_in_transformers:
         raise NotBuilt(
             "--backend transformers", bound.config.family,
             "a family that is read from transformers' own modules",

@@ -23,6 +23,9 @@ class Traced(ModelFamily):
     """The family of traced models. No config.json is recognised as one: ask for it by its name."""
 
     name = "traced"
+    known_by_parameters = True
+    has_chat_template = True
+    runs_in_transformers = True
 
     def read(self, raw: Mapping[str, Any]) -> TracedConfig:
         """Keep the config.json whole: transformers reads it."""

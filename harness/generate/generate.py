@@ -27,8 +27,8 @@ from degarble.harness.inference.generation import (
     token_likelihoods,
 )
 from degarble.harness.inference.model import open_model
+from degarble.harness.model.family import family_of
 from degarble.references.model import Sequence
-from degarble.references.traced.family import TracedConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -125,7 +125,7 @@ class TextGenerator:
             checkpoint.root, checkpoint.config, config.vocab_size
         )
         self.chat: Chat | None = None
-        if manner.chat and isinstance(config, TracedConfig):
+        if manner.chat and family_of(config).has_chat_template:
             self.chat = template_chat(checkpoint.root, manner.style)
         elif manner.chat:
             self._require_marks()

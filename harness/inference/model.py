@@ -28,7 +28,6 @@ from degarble.references.binding import bind as bind_model
 from degarble.references.model import TokenBatch
 from degarble.references.numerics import Numerics
 from degarble.references.traced.family import TracedModel
-from degarble.references.traced.model import TracedForward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -59,7 +58,7 @@ class LogitsModel:
         self.bound = bound
         self.config = bound.config
         forward = family_of(bound.config).forward
-        self._model: ForwardPass | TracedForward = forward(bound, absorbed=absorbed)
+        self._model: ForwardPass = forward(bound, absorbed=absorbed)
 
     @property
     def context(self) -> int:
@@ -76,9 +75,6 @@ class LogitsModel:
 
         Of a traced model these are the logits already: its head is a component as any other.
         """
-        if isinstance(self._model, TracedForward):
-            with torch.inference_mode():
-                return self._model.forward(sequences, tokens)
         step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
         with torch.inference_mode():
             made = self._model.hidden(step, sequences)
@@ -88,18 +84,13 @@ class LogitsModel:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The head's input, for rows of `hidden`."""
-        if isinstance(self._model, TracedForward):
-            return hidden
         with torch.inference_mode():
             return self._model.normed(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of rows of `hidden`."""
-        if isinstance(self._model, TracedForward):
-            return hidden
-        normed = self.normed(hidden)
         with torch.inference_mode():
-            return self.bound("head", x=normed)["out"]
+            return self._model.logits(hidden)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -227,6 +227,15 @@ class ModelFamily:
 
     # Whether the official code stores the indexer's scores and weights in BF16.
     stores_indexer: ClassVar[bool] = False
+    # Whether the norms before attention and experts return the sum that they add as well.
+    norms_add_residual: ClassVar[bool] = False
+    # Whether its parameters say what model it is; else fields of the config do.
+    known_by_parameters: ClassVar[bool] = False
+
+    def expert_groups(self, config: Any) -> tuple[int, int] | None:
+        """Return how many groups of experts there are, and how many are chosen; None without."""
+        del config
+        return None
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -247,6 +256,11 @@ class ModelFamily:
         """Return how many values the caches of one sequence hold; prompts come in pieces."""
         del config, tokens, piece
         raise self.lacks("an estimate of caches", "Serve a model of another family.")
+
+    # Whether conversations are rendered by the checkpoint's own chat template.
+    has_chat_template: ClassVar[bool] = False
+    # Whether transformers' own model of it can run in place of the reference.
+    runs_in_transformers: ClassVar[bool] = False
 
     def chat_encoder(self) -> Any:
         """Return the module that encodes conversations."""

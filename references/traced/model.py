@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from degarble.references.model import RowBuffer, TokenBatch
+from degarble.references.model import ForwardPass, RowBuffer
 from degarble.references.traced.evaluate import joined, view_of
 from degarble.references.traced.family import (
     STATE,
@@ -18,26 +18,30 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.references.model import Sequence
+    from degarble.references.model import Sequence, TokenBatch
     from degarble.references.traced.family import TracedModel
     from degarble.references.traced.graph import Graph
 
 
-class TracedForward:
-    """The forward pass over a traced model's bound components."""
+class TracedForward(ForwardPass):
+    """The forward pass over a traced model's bound components.
+
+    What it keeps of a token are the logits already: the head is a component as any other.
+    """
 
     def __init__(self, bound: TracedModel) -> None:
-        self.bound = bound
+        super().__init__(bound, bound.config)
         self.config = bound.config
         config: Any = bound.config  # a TracedConfig
         self._graph: Graph = config.graph
         self._components = traced_pairs(config, bound.recipe)
 
-    def forward(
-        self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
-    ) -> Tensor:
-        """Return logits of the new tokens (or each sequence's last one); advance the sequences."""
-        step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits themselves."""
+        return hidden
+
+    def hidden(self, step: TokenBatch, sequences: list[Sequence]) -> Tensor:
+        """Return the logits of every token."""
         trace = self._graph.trace
         values = {trace.tokens.number: step.tokens, trace.positions.number: step.positions}
         for component, traced in self._components:
@@ -57,10 +61,7 @@ class TracedForward:
                 self._keep(component.name, kept, step, sequences)
             for name, ref in traced.outputs.items():
                 values[ref.number] = made[name]
-        for sequence, new in zip(sequences, tokens, strict=True):
-            sequence.length += len(new)
-        logits = self._value(values, trace.logits.number)
-        return logits[step.token_offsets[1:] - 1] if last_only else logits
+        return self._value(values, trace.logits.number)
 
     def _value(self, values: dict[int, Tensor], number: int) -> Tensor:
         edge = self._graph.edges.get(number)

@@ -33,10 +33,10 @@ from degarble.harness.inference.model import ARITHMETICS, HELD_VALUES, OpenModel
 from degarble.harness.inference.processes import usable_workers
 from degarble.harness.model.components import components
 from degarble.harness.model.config.json_file import config_to_dict
+from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.replay_record import PromptTexts, TextRecord
-from degarble.references.traced.family import TracedConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -486,7 +486,7 @@ _SHAPES = ("hidden_size", "num_hidden_layers", "vocab_size", "n_routed_experts",
 
 def require_same_model(config: Config, other: Config, path: Path) -> None:
     """Raise if the reference is of another model."""
-    if TracedConfig.family in (config.family, other.family):
+    if any(family_of(each).known_by_parameters for each in (config, other)):
         _require_same_parameters(config, other, path)
         return
     if config.family != other.family:

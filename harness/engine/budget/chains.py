@@ -30,6 +30,7 @@ from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.engine.budget.rules import UNDERFLOW, U, exact, output_format, summed
 from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
+from degarble.harness.model.family import family_of
 from degarble.harness.report.number_text import number
 from degarble.references import sparse_attention
 from degarble.references.facts import V4Facts, V32Facts, single, spans_of
@@ -134,11 +135,8 @@ def query_and_key(call: JudgeableCall) -> dict[str, Budget]:
 def cache_rows(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of cache rows as read: rotated features copied, others rounded to codes."""
     facts, out = call.known_facts, call.outputs["out"]
-    x, plain, block = call.inputs.get("x"), None, 64
-    if isinstance(facts, V32Facts):
-        x, plain, block = call.inputs["latent"], facts.config.kv_lora_rank, 128
-    elif isinstance(facts, V4Facts):
-        plain = facts.config.nope_head_dim
+    x = call.inputs.get("latent", call.inputs.get("x"))
+    plain, block = family_of(facts.config).cached_latent(facts.config)
     grid = None if facts.numerics.exact else cache_grid(facts.numerics, block)
     if grid is None or x is None:
         return {"out": exact(output_format(out), "rows are copied")}
@@ -239,7 +237,7 @@ def indexer_head_weights(call: JudgeableCall) -> dict[str, Budget]:
     product = summed(x, weight, output_format(out))
     value = BoundedValue(x.double() @ weight.double().T, product.slack.double())
     words: tuple[str, ...] = ("times a constant",)
-    if isinstance(facts, V4Facts):
+    if family_of(c).stores_indexer:
         value = stored(value, facts.numerics.store)
         words = ("the product is stored", *words)
     slack = value.error * factor + 2 * U * factor * value.value.abs()
@@ -250,9 +248,9 @@ def indexer_head_weights(call: JudgeableCall) -> dict[str, Budget]:
 def indexer_scores(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of scores [T, W]; masked scores are not judged by size."""
     facts, out = call.known_facts, call.outputs["out"]
-    v4 = isinstance(facts, V4Facts)
     ratio = facts.decoder_block.ratio if isinstance(facts, V4Facts) else 1
-    in_steps = v4 and facts.numerics.switches.indexer_in_storage_dtype
+    stores = family_of(facts.config).stores_indexer
+    in_steps = stores and facts.numerics.switches.indexer_in_storage_dtype
     spans = spans_of(call.inputs)
     keys = memories(spans, call.inputs.get("state_keys"), call.inputs["keys"], ratio)
     q, weights = call.inputs["q"], call.inputs["weights"].double()

@@ -25,9 +25,9 @@ from degarble.harness.engine.budget.rules import UNDERFLOW, U, cut_off
 from degarble.harness.formats.codec import decode_array, unpack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, FP32, UE8M0
+from degarble.harness.model.family import family_of
 from degarble.harness.report.number_text import number
 from degarble.references import experts as routing
-from degarble.references.facts import V4Facts, V32Facts
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE
 
 if TYPE_CHECKING:
@@ -388,7 +388,7 @@ def _proper(chosen: Tensor, count: int) -> bool:
 def scores_of(call: JudgeableCall) -> BoundedValue:
     """Return the router's scores [T, E] and their errors."""
     logit = call.inputs["logits"].double()
-    if isinstance(call.known_facts, V32Facts):
+    if call.known_facts.config.scoring_func == "sigmoid":
         score = torch.sigmoid(logit)
         slope = score * (1 - score)
         off = slope * (2 * logit.abs() + FUNCTION) * U + (FUNCTION + 2) * U * score
@@ -453,13 +453,13 @@ def chosen_among(
 
 def _gap_of_experts(own: Tensor, score: BoundedValue, call: JudgeableCall) -> tuple[float, float]:
     """Return the gap of the choice, and what errors allow, for the best legal set of groups."""
-    facts = call.known_facts
-    if isinstance(facts, V4Facts):
+    config = call.known_facts.config
+    groups = family_of(config).expert_groups(config)
+    if groups is None:
         return _pair_gap(own, score, torch.ones_like(score.value, dtype=torch.bool))
-    assert isinstance(facts, V32Facts), "there are two families"
     found = [
-        max(groups, _pair_gap(own, score, kept), key=_in_budgets)
-        for kept, groups in _kept_sets(own, score, facts)
+        max(gap, _pair_gap(own, score, kept), key=_in_budgets)
+        for kept, gap in _kept_sets(own, score, *groups)
     ]
     return min(found, key=_in_budgets)
 
@@ -486,19 +486,18 @@ def _pair_gap(own: Tensor, score: BoundedValue, open_E: Tensor) -> tuple[float, 
 
 
 def _kept_sets(
-    own: Tensor, score: BoundedValue, facts: V32Facts
+    own: Tensor, score: BoundedValue, groups: int, most: int
 ) -> Iterator[tuple[Tensor, tuple[float, float]]]:
     """Yield sets of groups that hold the choice: their experts, and the gap of keeping them."""
-    c = facts.config
-    per = len(score.value) // c.n_group
+    per = len(score.value) // groups
     # DeepSeek V3 ranks groups by the sum of their two best scores.
-    two = score.value.reshape(c.n_group, per).topk(min(2, per), dim=-1)
-    error = score.error.reshape(c.n_group, per).gather(1, two.indices).sum(-1)
+    two = score.value.reshape(groups, per).topk(min(2, per), dim=-1)
+    error = score.error.reshape(groups, per).gather(1, two.indices).sum(-1)
     worth = BoundedValue(two.values.sum(-1), error + U * two.values.sum(-1).abs())
     visited = set((own // per).tolist())
     others = [g for g in torch.argsort(worth.value, descending=True).tolist() if g not in visited]
-    missing = c.topk_group - len(visited)
-    every = torch.ones(c.n_group, dtype=torch.bool)
+    missing = most - len(visited)
+    every = torch.ones(groups, dtype=torch.bool)
     if missing < 0:
         yield torch.ones_like(score.value, dtype=torch.bool), (1.0, 0.0)
         return

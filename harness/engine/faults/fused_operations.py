@@ -27,8 +27,8 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.faults.rope import HIDDEN
 from degarble.harness.formats.weight import Weight
+from degarble.harness.model.family import family_of
 from degarble.references import elementary
-from degarble.references.facts import V32Facts
 from degarble.references.linears import activation_values
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _formed(
     made: dict[str, Tensor] = {}
     if "residual" in inputs:
         total = total + inputs["residual"].to(work)
-    if isinstance(facts, V32Facts) and role in _SUMMING:
+    if role in _SUMMING and family_of(facts.config).norms_add_residual:
         made["residual"] = total.to(facts.numerics.store)
     return {"out": form(total, weight.values(work)).to(facts.numerics.store), **made}
 

@@ -23,10 +23,10 @@ from degarble.harness.engine.faults.model_faults import (
     with_inputs,
     with_outputs,
 )
+from degarble.harness.model.family import family_of
 from degarble.harness.model.types import MlpType
 from degarble.harness.report.number_text import number
 from degarble.references import experts as routing
-from degarble.references.facts import V4Facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -68,8 +68,8 @@ def routed(
 ) -> dict[str, Tensor]:
     """Return the variant that routes by other rules."""
     c, numerics = facts.config, facts.numerics
-    v4, ((name, source),) = isinstance(facts, V4Facts), weights.items()
-    own: Score = routing.sqrt_softplus if v4 else torch.sigmoid
+    ((name, source),) = weights.items()
+    own: Score = torch.sigmoid if c.scoring_func == "sigmoid" else routing.sqrt_softplus
     score = (rules.score or own)(inputs["logits"])
     biased = score
     if name.endswith("tid2eid"):
@@ -78,7 +78,7 @@ def routed(
         bias = source.values(numerics.work)
         biased = score + (bias if rules.bias is None else rules.bias(bias))
         kept = biased
-        if not v4:
+        if family_of(c).expert_groups(c) is not None:
             kept = (rules.groups or _own_groups)(biased, c)
         experts = routing.largest_experts(kept, c.num_experts_per_tok)
     chosen = (biased if rules.from_biased else score).gather(1, experts)

@@ -147,6 +147,12 @@ class DeepSeekV32(TabledFamily):
         del component
         return {config.index_topk: f"index_topk = {config.index_topk}"}
 
+    norms_add_residual = True
+
+    def expert_groups(self, config: V32Config) -> tuple[int, int]:
+        """Return the groups of the config."""
+        return config.n_group, config.topk_group
+
     def logit_yarn(self, config: V32Config) -> Yarn | None:
         """Return the config's YaRN: its mscale_all_dim scales logits."""
         return config.yarn
