@@ -1,24 +1,33 @@
 """Matrix products of a linear, with and without quantised operands, and quantised activations.
 
-Legend: T tokens, N outputs, K inputs.
+Legend: T tokens, N outputs, K inputs, B blocks of an input, b elements of one.
 In the twin (numerics.Mode) both operands are decoded exactly and summed in `numerics.products`; the
 output is rounded once. Activations arrive as values `x`, or as `codes` with `block_scale` and
 `tensor_scale`; the presence of codes decides, not a flag. An NVFP4 tensor scale is the checkpoint's
 input scale; without one, it follows from every token's own largest magnitude, so that no token
-depends on another.
+depends on another. The same holds of formats with one scale a token: a stored scale is every
+token's.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from degarble.harness.base.errors import UnknownName
-from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.codec import encode_array
+from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.number_formats import BLOCK_FORMATS, NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
+    FP32,
+    WHOLE,
+    NibbleOrder,
+    ScaleDirection,
+)
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.references.numerics import FEW_TOKENS, DecodedOperands, cast, compiles
 
@@ -27,23 +36,33 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.weight import Weight
     from degarble.references.numerics import Numerics
 
 CODES, X, BLOCK_SCALE, TENSOR_SCALE = "codes", "x", "block_scale", "tensor_scale"
+X_LOOSE = "x_loose"  # beside codes that a twin made of a run's numbers: how far they may be off
 _DECODED = torch.bfloat16  # what emulated quantisation multiplies, whatever a model stores
 _CHUNK = 1 << 24  # elements of a weight that are converted at once
 _BLOCK = 128  # rows of the tallest blocks with one scale
 
 
 def quantise_activations(
-    x: Tensor, format_name: str, input_scale: Tensor | None
+    x: Tensor, format_name: str, input_scale: Tensor | None, *, stepwise: bool = False
 ) -> dict[str, Tensor]:
-    """Return codes and scales of inputs [..., K]; `input_scale`: one, or one per leading index."""
+    """Return codes and scales of inputs [..., K]; `input_scale`: one, or one per leading index.
+
+    `stepwise`: as compressed-tensors computes, every step in the dtype of `x`.
+    """
     if format_name not in BLOCK_FORMATS:
         raise UnknownName.among("activation format", format_name, BLOCK_FORMATS)
     form = BLOCK_FORMATS[format_name]
     values = (x.float() if x.dtype is torch.float64 else x).contiguous()
+    if form.scale is FP32 and (stepwise or (form.block[1] == WHOLE and input_scale is not None)):
+        return _by_float_scales(values, form, input_scale, stepwise=stepwise)
+    if stepwise and form.tensor_scale and input_scale is not None and input_scale.ndim == 0:
+        made = quantise(values, form, COMPRESSED_TENSORS, decode_scale=input_scale)
+        return {CODES: made.codes, BLOCK_SCALE: made.block_scale, TENSOR_SCALE: made.decode_scale}
     if not form.tensor_scale:
         made = quantise(values, form, CANONICAL)
         return {CODES: made.codes, BLOCK_SCALE: made.block_scale}
@@ -60,6 +79,55 @@ def quantise_activations(
         BLOCK_SCALE: made.block_scale.squeeze(-2),
         TENSOR_SCALE: made.decode_scale,
     }
+
+
+def _by_float_scales(
+    values: Tensor, form: BlockFormat, input_scale: Tensor | None, *, stepwise: bool
+) -> dict[str, Tensor]:
+    """Quantise by a stored scale, or by scales that are computed in the dtype of the values."""
+    dtype = values.dtype if stepwise else torch.float32
+    width = form.block[1] or values.shape[-1]
+    x_Bb = values.to(dtype).unflatten(-1, (-1, width))
+    if input_scale is not None:
+        scale_B1 = input_scale.to(dtype).reshape(
+            *input_scale.shape, *[1] * (x_Bb.ndim - input_scale.ndim)
+        )
+        scale_B1 = scale_B1.expand(*x_Bb.shape[:-1], 1)
+    else:
+        # compressed-tensors divides by half of the range: 127.5 for integers.
+        half = (form.element.largest - form.element.lowest) / 2
+        scale_B1 = x_Bb.abs().amax(-1, keepdim=True) / half
+        scale_B1 = torch.where(scale_B1 == 0, torch.finfo(dtype).eps, scale_B1)
+    codes = encode_array((x_Bb / scale_B1).flatten(-2), form.element)
+    return {CODES: codes, BLOCK_SCALE: scale_B1.squeeze(-1).float().contiguous()}
+
+
+@dataclass(frozen=True)
+class InputQuantiser:
+    """How the input of a product is quantised: by a stored scale, or by a token's own."""
+
+    format: str
+    scale: Tensor | None = None  # stored
+    stepwise: torch.dtype | None = None  # in which every step is stored
+    decoded: bool = False  # rounded to BF16 once decoded
+
+    def codes(self, x: Tensor) -> dict[str, Tensor]:
+        """Return codes and scales."""
+        if self.stepwise is None:
+            return quantise_activations(x, self.format, self.scale)
+        return quantise_activations(cast(x, self.stepwise), self.format, self.scale, stepwise=True)
+
+    def values(self, codes: Mapping[str, Tensor]) -> Tensor:
+        """Return what codes stand for, in float64, as they are multiplied."""
+        if not self.decoded:
+            return decode_activations(codes, self.format, torch.float64)
+        return cast(
+            cast(decode_activations(codes, self.format, torch.float32), _DECODED), torch.float64
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return values as they are multiplied."""
+        return self.values(self.codes(x))
 
 
 def largest_scale(weights: Iterable[Weight]) -> Tensor | None:

@@ -74,6 +74,14 @@ class DecodedOperands(StrEnum):
     BOTH = "bf16"  # emulation: vLLM decodes weights and activations to BF16, then multiplies
 
 
+class InputQuantisation(StrEnum):
+    """How a run of a traced model quantises the inputs that its checkpoint has quantised."""
+
+    STATED = "stated"
+    STEPWISE = "stepwise"  # compressed-tensors: scales and quotients rounded to the model's dtype
+    NONE = "none"  # transformers on decoded weights, and kernels of weights alone
+
+
 @dataclass(frozen=True)
 class Switches:
     """Points on which the sources disagree. `None` means: as the official code of the family."""
@@ -109,6 +117,9 @@ class Switches:
     operations_stored: bool = False  # every result of eager code, of a traced model
     attention_operations_stored: bool = False  # likewise, in its attention
     expert_sums_stored: bool = False  # likewise, the sum over a token's experts after each one
+    quantised_inputs: InputQuantisation = InputQuantisation.STATED  # of traced models
+    expert_input_scale_shared: bool = False  # of traced models: the largest of a layer
+    cache_quantised: bool = True  # of traced models: where the checkpoint states it
     latent_norm_epsilon: float | None = None  # transformers, V3.2: 1e-6 in q_norm and kv_norm
 
     def latent_epsilon(self, configured: float) -> float:

@@ -114,6 +114,11 @@ class NumberFormat:
         raise NotImplementedError
 
     @property
+    def lowest(self) -> float:
+        """Return the most negative finite value, or 0."""
+        return -self.largest if self.signed else 0.0
+
+    @property
     def smallest(self) -> float:
         """Return the smallest positive value."""
         raise NotImplementedError
@@ -153,6 +158,11 @@ class TableFormat(NumberFormat):
     def largest(self) -> float:
         """Return the largest value; the most negative one may exceed it."""
         return self.table[self.largest_code]
+
+    @property
+    def lowest(self) -> float:
+        """Return the most negative value, or the smallest."""
+        return min(self.table)
 
     @property
     def smallest(self) -> float:

@@ -51,7 +51,9 @@ class _Decoded(NamedTuple):
 class Weight:
     """Either `value`, or `codes`, `block_scale` and `tensor_scale` read by `storage`.
 
-    `input_scale` is the decode scale of the activations in front of it, where a checkpoint has one.
+    `input_scale` is the decode scale of the activations in front of it, where a checkpoint has one;
+    of stacked experts, one an expert. `channel_scale` holds factors of these activations [K], which
+    are multiplied before they are quantised.
     `zero_point` and `group_index` are those of QuantisedTensor.
     """
 
@@ -63,6 +65,7 @@ class Weight:
     storage: WeightEncoding | None = None
     zero_point: Tensor | None = None
     group_index: Tensor | None = None
+    channel_scale: Tensor | None = None
     _decoded: dict[torch.dtype, _Decoded] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -20,11 +20,11 @@ from degarble.harness.checkpoint.view.converted import (
     NamingRules,
     RenamedTensor,
 )
-from degarble.harness.checkpoint.view.quantisation_configs import quantises_input
+from degarble.harness.checkpoint.view.quantisation_configs import InputFormats
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.inference.weights import WINDOW
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.recipes import UNQUANTISED, WEIGHT_FORMATS, Recipe, Rule
+from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.model.types import Kind
 from degarble.references.traced.family import TracedConfig, logical_name, transformers_config
 
@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from degarble.harness.checkpoint.view.converted import StoredModule
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.formats.weight import Weight
-
-_MATRIX = 2  # axes
 
 
 def traced_config(checkpoint: Checkpoint) -> TracedConfig:
@@ -120,34 +119,25 @@ def _renaming(model: Any) -> Callable[[str], RenamedTensor]:
     return rename
 
 
-# The format of quantised inputs in front of a weight, where the config quantises them.
-_INPUTS = {
-    "NVFP4": "NVFP4",
-    "MXFP8": "MXFP8",
-    "FP8_128X128_F32": "FP8_1X128_F32",
-    "FP8_128X128_UE8M0": "FP8_1X128_UE8M0",
-}
-
-
 def traced_recipe(checkpoint: Checkpoint, config: Any, weights: TracedWeights) -> Recipe:
     """Return the formats of the linears, and of their inputs, as the files hold and state them."""
-    stated = next(iter(checkpoint.quantisation.values()), {})
+    stated = InputFormats(checkpoint.quantisation.values())
     rules = []
     for parameter in parameters(config):
-        module = weights.single(parameter.name)
-        if parameter.kind is not Kind.LINEAR or module is None:
-            continue
-        held = weights.converted.module(module)
-        if held.format not in WEIGHT_FORMATS:
-            continue  # values, or a format whose inputs stay as they are
-        activation = _INPUTS.get(held.format, UNQUANTISED.activation)
-        quantised = quantises_input(stated, module) and len(held.shape) == _MATRIX
-        if held.format == "NVFP4":
-            quantised = quantised and held.has_input_scale
-        form = BLOCK_FORMATS.get(activation)
-        if not quantised or form is None or held.shape[-1] % form.block[1]:
-            activation = UNQUANTISED.activation
-        rules.append(Rule(parameter.name, held.format, activation))
+        held = weights.held(parameter.name) if parameter.kind is Kind.LINEAR else ()
+        formats = {each.format for each in held}
+        if len(formats) != 1 or "" in formats:
+            continue  # values, or experts in several formats
+        (weight,) = formats
+        inputs = {stated.of(each.name, weight) for each in held}
+        form = BLOCK_FORMATS.get(next(iter(inputs)) or "") if len(inputs) == 1 else None
+        # Without calibrated scales NVFP4 is one of weights alone, whatever is stated.
+        plain = form is None or (form.tensor_scale and not all(one.has_input_scale for one in held))
+        width = parameter.shape[-1]
+        if form is None or plain or (form.block[1] and width % form.block[1]):
+            rules.append(Rule(parameter.name, weight))
+        else:
+            rules.append(Rule(parameter.name, weight, form.name))
     return Recipe("as stored", tuple(rules))
 
 
@@ -186,6 +176,10 @@ class TracedWeights(Mapping[str, "Weight"]):
     def single(self, name: str) -> str | None:
         """Return the stored module that holds a parameter alone and as it is; None without one."""
         return self.converted.sources[self._names[name]].single
+
+    def held(self, name: str) -> tuple[StoredModule, ...]:
+        """Return the stored modules that a parameter is made of."""
+        return self.converted.held(self._names[name])
 
     def modules(self, name: str) -> list[str]:
         """Return the stored modules that a parameter is made of."""

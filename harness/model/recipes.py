@@ -25,6 +25,7 @@ import yaml
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
 from degarble.harness.base.files import read_small_text
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.registry import registered_for
 from degarble.harness.model.types import Kind
@@ -41,6 +42,9 @@ WEIGHT_FORMATS = frozenset(
     {BF16, "NVFP4", "MXFP4", "MXFP8", "FP8_128X128_UE8M0", "FP8_128X128_F32"}
 )
 ACTIVATION_FORMATS = frozenset({BF16, "NVFP4", "MXFP8", "FP8_1X128_UE8M0", "FP8_1X128_F32"})
+# What other tools write as well. A row of activations is a token; its scale may be stored.
+READ_WEIGHTS = frozenset({BF16, *BLOCK_FORMATS})
+READ_ACTIVATIONS = ACTIVATION_FORMATS | {"FP8_ROW", "INT8_ROW", "MXFP4"}
 _LARGEST_FILE = 1 << 20
 # PyYAML's constructors let out whatever Python raises: for `!!int x`, `!!bool x`, 2020-99-99.
 _YAML_ERRORS = (
@@ -72,10 +76,10 @@ class Rule:
     activation: str = BF16
 
     def __post_init__(self) -> None:
-        if self.weight not in WEIGHT_FORMATS:
-            raise UnknownName.among("weight", self.weight, WEIGHT_FORMATS)
-        if self.activation not in ACTIVATION_FORMATS:
-            raise UnknownName.among("activation", self.activation, ACTIVATION_FORMATS)
+        if self.weight not in READ_WEIGHTS:
+            raise UnknownName.among("weight", self.weight, READ_WEIGHTS)
+        if self.activation not in READ_ACTIVATIONS:
+            raise UnknownName.among("activation", self.activation, READ_ACTIVATIONS)
         if self.weight == BF16 and self.activation != BF16:
             raise InvalidArgument(
                 f"activation of {self.match}",
@@ -232,6 +236,9 @@ def _rule(where: str, line: object) -> Rule:
     for key, value in raw.items():
         if not isinstance(value, str):
             raise _refused(f"{where}.{key}", value, "a text")
+    for key, known in (("weight", WEIGHT_FORMATS), ("activation", ACTIVATION_FORMATS)):
+        if raw.get(key, BF16) not in known:
+            raise UnknownName.among(f"{where}.{key}", raw[key], known)
     return Rule(**raw)
 
 

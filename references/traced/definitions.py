@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.references.linears import InputQuantiser
     from degarble.references.traced.evaluate import Parameters
     from degarble.references.traced.graph import Graph, TracedComponent
     from degarble.references.traced.trace import Trace, TracedTensor
@@ -61,6 +62,10 @@ class Roundings:
         """Return the sum of a token's experts so far."""
         del dtype
         return value
+
+    def quantised(self, value: Tensor, quantiser: InputQuantiser) -> Tensor:
+        """Return an operand as it is multiplied once it was quantised."""
+        return quantiser(value)
 
 
 class EachOperation(Roundings):
@@ -98,6 +103,12 @@ class _Steps:
         """Store the sum of a token's experts so far."""
         return self.roundings.sums(value, self.dtype)
 
+    def quantised(self, value: Tensor, quantiser: InputQuantiser | None) -> Tensor:
+        """Quantise an operand that is held in this dtype."""
+        if quantiser is None:
+            return value
+        return self.roundings.quantised(value, quantiser)
+
 
 class _Storing(TorchDispatchMode):
     """Stores the result of every operation that computes."""
@@ -132,7 +143,12 @@ def compute(
         return _one_after_the_other(graph, component, inputs, parameter, roundings)
     trace = graph.trace
     if component.kind is BoundaryKind.CACHE:
-        return dict(inputs)
+        return {
+            name: _Steps(roundings, rows.dtype).quantised(
+                rows, parameter.cached(component.module, name)
+            )
+            for name, rows in inputs.items()
+        }
     by_hand = _BY_HAND.get(component.kind)
     if by_hand is not None:
         dtype = trace.tensors[component.outputs["out"].number].dtype
@@ -176,6 +192,11 @@ def _cut_to(length: int, rows: Tensor, form: TracedTensor) -> Tensor:
     for axis in form.columns:
         rows = rows.narrow(axis - len(form.shape), 0, length)
     return rows[:length]
+
+
+def cache_scale(module: str, side: str) -> str:
+    """Return the name of the scale by which an attention module's keys or values are cached."""
+    return f"{module}.{side[0]}_scale"
 
 
 def _one_after_the_other(
@@ -286,6 +307,7 @@ def _product(
     stored: _Steps,
 ) -> Tensor:
     weight = parameter.entry(name, expert)
+    x = stored.quantised(x, parameter.quantiser(name, expert))
     made = stored(x @ (weight if module.is_transposed else weight.T))
     return stored(made + parameter.entry(f"{name}_bias", expert)) if module.has_bias else made
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.references.linears import InputQuantiser
     from degarble.references.traced.graph import ViewEdge
     from degarble.references.traced.trace import Operation, Trace, TracedTensor
 
@@ -41,6 +42,14 @@ class Parameters(Protocol):
 
     def table(self, name: str, numbers: Tensor) -> Tensor:
         """Return some rows of it."""
+        ...
+
+    def quantiser(self, name: str, expert: int | None = None) -> InputQuantiser | None:
+        """Return how the input of a weight is quantised; None: not at all."""
+        ...
+
+    def cached(self, module: str, side: str) -> InputQuantiser | None:
+        """Return how keys or values of an attention module are cached; None: as they are."""
         ...
 
 

@@ -23,20 +23,22 @@ from degarble.harness.model.recipes import Recipe
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
 from degarble.references.binding import BoundModel, FetchedWeights
-from degarble.references.components.common import act_quant
 from degarble.references.facts import ModelFacts, formats_by_block, local_name, spans_of
 from degarble.references.linears import (
+    InputQuantiser,
     activation_values,
+    largest_scale,
     product,
     table_rows,
     weight_rows,
     weight_values,
 )
-from degarble.references.numerics import cast
+from degarble.references.numerics import DecodedOperands, InputQuantisation, cast
 from degarble.references.traced.attention import MASK, admitted_keys
 from degarble.references.traced.definitions import (
     EachOperation,
     Roundings,
+    cache_scale,
     compute,
 )
 from degarble.references.traced.evaluate import joined, view_of
@@ -71,6 +73,7 @@ class TracedConfig:
     text: str
     dtype: str = "bfloat16"
     recorded: tuple[str, ...] = ()  # tensors of a run that recorded few; empty: every one
+    cache: str = ""  # the format of cached keys and values, by stored scales; empty: as they are
     family: ClassVar[str] = FAMILY
 
     @classmethod
@@ -256,6 +259,7 @@ def _plain(config: TracedConfig) -> tuple[Component, ...]:
         read = (each for each in traced.parameters if each not in graph.trace.buffers)
         # The matrix of a linear comes first, its bias after it.
         weights = tuple(map(logical_name, sorted(read, key=lambda each: each.endswith("bias"))))
+        weights += cache_scales(config, traced)
         found.append(
             Component(
                 name, role, block, tuple(inputs), tuple(traced.outputs), weights,
@@ -343,7 +347,23 @@ def traced_parameters(config: TracedConfig) -> tuple[Parameter, ...]:
             reader = local_name(site_name(traced.name), block)
             row = Row(local_name(logical_name(name), block), name, "", kind, Dtype.BF16, reader)
             found[logical_name(name)] = Parameter(logical_name(name), held.shape, row, block)
+        for name in cache_scales(config, traced):
+            block = None if traced.layer is None else config.layers[traced.layer]
+            reader = local_name(site_name(traced.name), block)
+            row = Row(local_name(name, block), name, "", Kind.PLAIN, Dtype.F32, reader)
+            found[name] = Parameter(name, (), row, block)
     return tuple(found.values())
+
+
+def cache_scales(config: TracedConfig, traced: TracedComponent) -> tuple[str, ...]:
+    """Return our names of the scales by which a component caches keys and values."""
+    parts = traced.parts if isinstance(traced, ComponentSpan) else (traced,)
+    return tuple(
+        logical_name(cache_scale(part.module, side))
+        for part in parts
+        if config.cache and part.kind is BoundaryKind.CACHE
+        for side in part.inputs
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -365,6 +385,26 @@ class TracedFacts(ModelFacts):
     def parameter(self, weights: Weights) -> ComponentParameters:
         """Return the values of parameters by their names in the model."""
         return ComponentParameters(self, weights)
+
+    def activation(self, weight: str) -> str | None:
+        """Return the recipe's format; a run may leave all inputs as they are."""
+        if self.numerics.switches.quantised_inputs is InputQuantisation.NONE:
+            return None
+        return super().activation(weight)
+
+    def quantiser(self, form: str, scale: Tensor | None) -> InputQuantiser:
+        """Return how a run quantises to a format, by a stored scale where there is one."""
+        stepwise = self.numerics.switches.quantised_inputs is InputQuantisation.STEPWISE
+        return InputQuantiser(
+            form, scale, self.numerics.store if stepwise else None,
+            self.numerics.operands is DecodedOperands.BOTH,
+        )  # fmt: skip
+
+    def of_input(self, weights: Weights) -> InputQuantiser:
+        """Return how the input of the linear that has these weights is quantised."""
+        form = self.activation(next(iter(weights)))
+        assert form is not None, "bound only where inputs are quantised"
+        return self.quantiser(form, largest_scale(weights.values()))
 
     @property
     def roundings(self) -> Roundings:
@@ -420,11 +460,33 @@ class ComponentParameters:
             return self(name)[numbers]
         return table_rows(self._weight(name), numbers, torch.float64)
 
+    def quantiser(self, name: str, expert: int | None = None) -> InputQuantiser | None:
+        """Return how the input of a weight is quantised, for one of its experts."""
+        local, facts = self._local(name), self._facts
+        form = facts.activation(local)
+        if form is None:
+            return None
+        scale = self._weight(name).input_scale
+        if scale is not None and expert is not None and scale.ndim:
+            shared = facts.numerics.switches.expert_input_scale_shared
+            scale = scale.amax() if shared else scale[expert]
+        return facts.quantiser(form, None if scale is None else scale.float().reshape(()))
+
+    def cached(self, module: str, side: str) -> InputQuantiser | None:
+        """Return how keys or values are cached."""
+        facts = self._facts
+        scale = self._weights.get(self._local(cache_scale(module, side)))
+        if scale is None or facts.numerics.exact or not facts.numerics.switches.cache_quantised:
+            return None
+        return InputQuantiser(facts.config.cache, scale.values(torch.float32).reshape(()))
+
     def _weight(self, name: str) -> Weight:
         if name not in self._read:
-            local = local_name(logical_name(name), self._facts.block)
-            self._read[name] = self._weights[local]
+            self._read[name] = self._weights[self._local(name)]
         return self._read[name]
+
+    def _local(self, name: str) -> str:
+        return local_name(logical_name(name), self._facts.block)
 
 
 def computed(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
@@ -444,6 +506,11 @@ def require_plain_activations(facts: TracedFacts, weights: Weights) -> None:
                 f"the input of {name} recorded, so that its codes are known",
                 "Record the inputs of quantised linears as well.",
             )  # fmt: skip
+
+
+def act_quant(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Quantise the input of a linear."""
+    return facts.of_input(weights).codes(inputs["x"])
 
 
 def linear(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
@@ -553,8 +620,11 @@ class TracedModel(BoundModel):
 
     def _bind_quantisation(self, component: Component, facts: TracedFacts) -> None:
         linear = component.name.removesuffix(".act_quant")
+        weights = self._bound_to[linear][0].weights[:1]
+        if facts.activation(local_name(weights[0], component.block)) is None:
+            return  # a run that leaves inputs as they are
         self.calls[component.name] = partial(act_quant, facts)
-        self._take(component, facts, self._bound_to[linear][0].weights[:1])
+        self._take(component, facts, weights)
 
     def _take(self, component: Component, facts: TracedFacts, weights: tuple[str, ...]) -> None:
         local = {local_name(weight, component.block): weight for weight in weights}

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # Scales of caches and of attention belong to no parameter, and no reference rounds a cache.
 _CACHE_SCALES = re.compile(r"\.(?:[kqv]|output)_(?:scale|zero_point)$")
 _SHOWN = 3  # stored tensors that an error names
+_STACK = 3  # axes of experts in one tensor
 _ONE_MODEL = "Check that config.json and shards are of one model."
 
 
@@ -94,6 +95,7 @@ _WHOLE = slice(None)
 class StoredModule(NamedTuple):
     """One stored module: shape, name of its format (empty: values), its tensors, and a reader."""
 
+    name: str
     shape: tuple[int, ...]
     format: str
     has_input_scale: bool
@@ -130,7 +132,7 @@ def packed_experts(checkpoint: Checkpoint, name: str) -> StoredModule:
         )
 
     return StoredModule(
-        shape, MXFP4.name, has_input_scale=False, entries=(codes, scales), weight=weight
+        name, shape, MXFP4.name, has_input_scale=False, entries=(codes, scales), weight=weight
     )
 
 
@@ -151,14 +153,15 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         source = self.sources.get(name)
         if source is None:
             raise KeyError(name) from unknown_name("parameter", name, self.sources)
-        modules = [self.module(each) for each in source]
+        modules = self.held(name)
         if source.single is not None:
             return modules[0].weight()
         shape, coded = self._rules.wanted[name], any(each.format for each in modules)
         by_part = partial(self._converted_rows, name) if self._stacks(name) else None
         return DerivedWeight(
-            make=partial(self._converted, name), extents=shape, from_codes=coded, make_rows=by_part
-        )
+            make=partial(self._converted, name), extents=shape, from_codes=coded,
+            make_rows=by_part, input_scale=self._input_scales(source, modules, shape),
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sources)
@@ -173,9 +176,25 @@ class ConvertedWeights(Mapping[str, "Weight"]):
             return packed_experts(checkpoint, name)
         stored = checkpoint.stored(name)
         form = stored.form
-        entries, name = tuple(form.parts.values()), form.format.name if form.format else ""
+        entries, fmt = tuple(form.parts.values()), form.format.name if form.format else ""
         scaled = PartKind.INPUT_SCALE in form.parts
-        return StoredModule(stored.shape, name, scaled, entries, stored.weight)
+        return StoredModule(name, stored.shape, fmt, scaled, entries, stored.weight)
+
+    def held(self, name: str) -> tuple[StoredModule, ...]:
+        """Return the stored modules of a parameter; tied ones are one."""
+        source = self.sources[name]
+        return tuple(map(self.module, source if source.single is None else (source.single,)))
+
+    def _input_scales(
+        self, source: ParameterSource, modules: tuple[StoredModule, ...], shape: tuple[int, ...]
+    ) -> Tensor | None:
+        """Return the input scale of each expert, the largest of its matrices; None without one."""
+        alike = all(len(each) == shape[0] for each in source.modules.values())
+        if not (alike and len(shape) == _STACK and all(each.has_input_scale for each in modules)):
+            return None
+        found = [each.weight().input_scale for each in modules]
+        scales = torch.stack([each.float().reshape(()) for each in found if each is not None])
+        return scales.reshape(-1, shape[0]).amax(0)
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a parameter in the files."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from degarble.harness.base.errors import NotBuilt
 from degarble.harness.base.version import VERSION
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.family import family_of
@@ -463,7 +464,7 @@ class _Reader:
     def layers(self) -> tuple[tuple[tuple[_Patterns, Promise], ...], Promise | None]:
         """Read ModelOpt's quantized_layers and quant_algo."""
         by_promise: dict[Promise, list[str]] = {}
-        for name, each in self._mapping("quantized_layers").items():
+        for name, each in self.mapping("quantized_layers").items():
             algorithm = each.get("quant_algo") if isinstance(each, dict) else each
             text = f"{self._file}: quantized_layers {str(algorithm)[:80]}"
             by_promise.setdefault(self._promise(algorithm, text, explicit=True), []).append(name)
@@ -477,7 +478,7 @@ class _Reader:
         """Read compressed-tensors' config_groups."""
         listed: list[tuple[_Patterns, Promise]] = []
         linears = None
-        for name, group in self._mapping("config_groups").items():
+        for name, group in self.mapping("config_groups").items():
             promise = self._group(name, group)
             targets = group.get("targets") if isinstance(group, dict) else None
             chosen = [each for each in targets or [] if isinstance(each, str)]
@@ -511,13 +512,13 @@ class _Reader:
         block = self._raw.get("weight_block_size")
         yield from self._block("weight_block_size", block, FP8_BLOCKS, builds=True)
         seen = set()
-        for each in self._mapping("quantized_layers").values():
+        for each in self.mapping("quantized_layers").values():
             size = each.get("group_size") if isinstance(each, dict) else None
             if _is_plain(size) and size not in seen:
                 seen.add(size)
                 found = ALGORITHMS.get(str(each.get("quant_algo")), (None, False))[0]
                 yield from self._block("quantized_layers group_size", size, found)
-        for name, group in self._mapping("config_groups").items():
+        for name, group in self.mapping("config_groups").items():
             weights = _inside(group, "weights")
             bits = algorithm or moe or ("NVFP4" if weights.get("num_bits") == 4 else None)
             place = f"config_groups.{name[:80]}.weights.group_size"
@@ -534,7 +535,8 @@ class _Reader:
         if all(type(size) is int for size in sizes):
             yield StatedBlock(f"{self._file}: {key} {value}", tuple(sizes), fmt, builds)
 
-    def _mapping(self, key: str) -> Mapping[str, Any]:
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """Return the mapping under a key; empty where there is none."""
         value = self._raw.get(key) or {}
         if isinstance(value, dict):
             return value
@@ -643,34 +645,107 @@ def _is_plain(value: object) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether the input of a linear is quantised, as any of these configs states it.
+# The formats of quantised inputs, as configs state them by module.
+#
+# Which modules are quantised follows from their tensors; a config says what their inputs become. A
+# format with one scale a token is also that of one stored scale for all tokens: the stored one is
+# taken where there is one.
 
-_PLAIN_INPUTS = frozenset({"W4A16_NVFP4", "FP8_PB_WO", "MXFP4", "W8A16", "W4A16", "W4A16_AWQ"})
+_ROWS = "FP8_ROW"
+# quant_algo of ModelOpt; those of weights alone are missing.
+_INPUTS_OF_ALGORITHMS = {
+    "NVFP4": "NVFP4",
+    "NVFP4_AWQ": "NVFP4",
+    "W4A8_NVFP4_FP8": _ROWS,
+    "W4A8_MXFP4_FP8": _ROWS,
+    "W4A8_AWQ": _ROWS,
+    "MXFP8": "MXFP8",
+    "FP8": _ROWS,
+    "FP8_PER_CHANNEL_PER_TOKEN": _ROWS,
+    "FP8_PB_REAL": "FP8_1X128_F32",
+    "INT8_SQ": "INT8_ROW",
+    "W8A8_SQ_PER_CHANNEL": "INT8_ROW",
+}
+# num_bits, type and group_size of `input_activations`; one scale a token or a tensor has no size.
+_INPUTS_OF_GROUPS: Mapping[tuple[Any, Any, Any], str] = {
+    (8, "float", None): _ROWS,
+    (8, "float", 128): "FP8_1X128_F32",
+    (8, "float", 32): "MXFP8",
+    (4, "float", 16): "NVFP4",
+    (4, "float", 32): "MXFP4",
+    (8, "int", None): "INT8_ROW",
+}
+_FP8_METHODS = frozenset({_SOURCE, "fbgemm_fp8"})
+_BLOCKS_OF_INPUTS = {
+    "FP8_128X128_F32": "FP8_1X128_F32",
+    "FP8_128X128_UE8M0": "FP8_1X128_UE8M0",
+}
 
 
-def quantises_input(raw: Mapping[str, Any], module: str) -> bool:
-    """Return whether a quantisation config has the input of a stored linear quantised."""
-    names = tuple(dict.fromkeys((module, module.removeprefix("model."))))
+class InputFormats:
+    """The formats of quantised inputs that the configs of a checkpoint state."""
+
+    def __init__(self, configs: Iterable[Mapping[str, Any]]) -> None:
+        self._claims = [_claims_of_inputs(raw) for raw in configs]
+
+    def of(self, module: str, weight: str) -> str | None:
+        """Return the format of what a stored module multiplies, given its weight's; None: none."""
+        names = tuple(dict.fromkeys((module, module.removeprefix("model."))))
+        for claims in self._claims:
+            for patterns, chosen in claims:
+                if patterns is None or patterns.find(names) is not None:
+                    if chosen in {_ROWS, "FP8_1X128_F32"}:
+                        return _BLOCKS_OF_INPUTS.get(weight, chosen)
+                    return chosen
+        return None
+
+
+def _claims_of_inputs(raw: Mapping[str, Any]) -> list[tuple[_Patterns | None, str | None]]:
+    """Return formats with the modules that have them; what names modules goes first."""
     unread: list[str] = []
-    if raw.get("quant_method") == _SOURCE:
-        return raw.get("activation_scheme", "dynamic") in {"dynamic", "static"}
-    if raw.get("quant_method") == "compressed-tensors":
-        return any(
-            bool(_inside(group, "input_activations"))
-            for group in _Reader("", raw, unread)._mapping("config_groups").values()  # noqa: SLF001
-            if _reaches(group, names)
+    method = raw.get("quant_method")
+    if method in _FP8_METHODS:
+        scheme = raw.get("activation_scheme", "dynamic")
+        return [(None, _ROWS if scheme in {"dynamic", "static"} else None)]
+    reader = _Reader("", raw, unread)
+    found: list[tuple[_Patterns | None, str | None]] = []
+    if method == "compressed-tensors":
+        whole: list[tuple[_Patterns | None, str | None]] = []
+        for name, group in reader.mapping("config_groups").items():
+            chosen = _format_of_inputs(str(name), _inside(group, "input_activations"))
+            targets = group.get("targets") if isinstance(group, dict) else None
+            words = [each for each in targets or [] if isinstance(each, str)]
+            named = [each for each in words if each not in _WITHOUT_LAYERS]
+            if named:
+                found.append((_Patterns(named, unread, ""), chosen))
+            if len(named) < len(words):
+                whole.append((None, chosen))
+        return found + whole
+    layers = reader.mapping("quantized_layers")
+    if raw.get("quant_algo") in {None, _MIXED}:
+        for name, each in layers.items():
+            algorithm = each.get("quant_algo") if isinstance(each, dict) else each
+            found.append((_Patterns([name], unread, ""), _of_algorithm(algorithm)))
+        return found
+    return [(None, _of_algorithm(raw["quant_algo"]))]
+
+
+def _of_algorithm(algorithm: object) -> str | None:
+    return _INPUTS_OF_ALGORITHMS.get(str(algorithm).upper())
+
+
+def _format_of_inputs(group: str, stated: Mapping[str, Any]) -> str | None:
+    if not stated:
+        return None
+    form = stated.get("num_bits"), stated.get("type"), stated.get("group_size")
+    found = _INPUTS_OF_GROUPS.get(form) if all(map(_is_plain, form)) else None
+    if found is None or stated.get("symmetric") is False:
+        raise NotBuilt(
+            f"config_groups.{group[:80]}.input_activations",
+            f"{form[0]} bits, {form[1]}, group_size {form[2]}"
+            + (", asymmetric" if stated.get("symmetric") is False else ""),
+            "symmetric inputs in FP8, NVFP4, MXFP8, MXFP4 or INT8",
+            "Quantise the inputs in one of these, or remove input_activations to judge a run that"
+            " leaves them as they are.",
         )
-    layers = raw.get("quantized_layers") or {}
-    algorithm = raw.get("quant_algo")
-    if isinstance(layers, dict) and algorithm in {None, _MIXED}:
-        stated = next((layers[name] for name in names if name in layers), None)
-        algorithm = stated.get("quant_algo") if isinstance(stated, dict) else stated
-    return isinstance(algorithm, str) and algorithm not in _PLAIN_INPUTS
-
-
-def _reaches(group: object, names: tuple[str, ...]) -> bool:
-    targets = group.get("targets") if isinstance(group, dict) else None
-    chosen = [each for each in targets or [] if isinstance(each, str)]
-    if _WITHOUT_LAYERS & set(chosen):
-        return True
-    return _Patterns(chosen, [], "").find(names) is not None
+    return found

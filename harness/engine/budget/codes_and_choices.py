@@ -21,10 +21,18 @@ from degarble.harness.engine.budget.bounded_values import (
     stored,
 )
 from degarble.harness.engine.budget.budget import HEADROOM, Budget, LevelFinding
+from degarble.harness.engine.budget.quantised_inputs import scale_roundings
 from degarble.harness.engine.budget.rules import UNDERFLOW, U, cut_off
 from degarble.harness.formats.codec import decode_array, unpack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.number_formats import BLOCK_FORMATS, FP32, UE8M0
+from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
+    FP32,
+    UE8M0,
+    WHOLE,
+    ElementFormat,
+    TableFormat,
+)
 from degarble.harness.model.family import family_of
 from degarble.harness.report.number_text import number
 from degarble.references import experts as routing
@@ -36,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.rules import JudgeableCall
-    from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
+    from degarble.harness.formats.number_formats import BlockFormat, NumberFormat
 
 
 # --------------------------------------------------------------------------------------------------
@@ -57,7 +65,7 @@ if TYPE_CHECKING:
 #
 # Shape letters: R rows, B blocks, b elements of one.
 
-_TWO_SCALES = 2 * (FUNCTION + 1)  # of u: two reciprocals and two products
+_TWO_SCALES = 2 * QUOTIENT  # of u: two reciprocals and two products
 _TENSOR_SCALE = 2 * FUNCTION  # of u: a scale converted to its reciprocal and back
 
 
@@ -81,15 +89,23 @@ class CodeResult:
 
 
 @lru_cache(maxsize=8)
-def _numbers(fmt: ElementFormat) -> Tensor:
+def _numbers(fmt: NumberFormat) -> Tensor:
     """Return the value of every code."""
     return decode_array(torch.arange(fmt.code_count, dtype=torch.int64), fmt).double()
 
 
 @lru_cache(maxsize=8)
-def cells(fmt: ElementFormat) -> Cells:
-    """Return the cells of a signed format, or of positive scales."""
+def cells(fmt: NumberFormat) -> Cells:
+    """Return the cells of a signed format, of integers, or of positive scales."""
     value = _numbers(fmt)
+    if isinstance(fmt, TableFormat):
+        ranked = torch.tensor(fmt.ranked)
+        middle = (value[ranked][1:] + value[ranked][:-1]) / 2
+        low, high = torch.empty_like(value), torch.empty_like(value)
+        low[ranked] = torch.cat((middle.new_tensor([-math.inf]), middle))
+        high[ranked] = torch.cat((middle, middle.new_tensor([math.inf])))
+        return Cells(value, low, high)
+    assert isinstance(fmt, ElementFormat), "floats have magnitude and sign"
     size = value[: fmt.largest_code + 1]
     middle = (size[1:] + size[:-1]) / 2
     low = torch.full_like(value, torch.nan)
@@ -113,8 +129,9 @@ def judge_codes(call: JudgeableCall, candidate: Mapping[str, Tensor]) -> dict[st
     near = _values(call)
     made = {}
     scale = torch.ones((), dtype=torch.float64)
-    blocks = near.value.unflatten(-1, (-1, form.block[1]))
-    error = near.error.expand(near.value.shape).unflatten(-1, (-1, form.block[1]))
+    width = form.block[1] or near.value.shape[-1]
+    blocks = near.value.unflatten(-1, (-1, width))
+    error = near.error.expand(near.value.shape).unflatten(-1, (-1, width))
     # Largest magnitude of each block [..., B].
     size = BoundedValue(blocks.abs().amax(-1), error.amax(-1))
     if TENSOR_SCALE in twin:
@@ -135,7 +152,7 @@ def values_of(outputs: Mapping[str, Tensor], form: BlockFormat) -> Tensor:
     if TENSOR_SCALE in outputs:
         tensor = outputs[TENSOR_SCALE].double()
         scale = scale * (tensor.unsqueeze(-1) if tensor.ndim else tensor)
-    return (value * scale.repeat_interleave(form.block[1], -1)).float()
+    return (value * scale.repeat_interleave(value.shape[-1] // scale.shape[-1], -1)).float()
 
 
 def format_of(call: JudgeableCall) -> BlockFormat:
@@ -236,11 +253,16 @@ def _block_scale(
     exact = size.value.clamp(min=rule.amax_floor) / unit
     slack = size.error / unit + exact * ((QUOTIENT if form.scale.bits == 32 else _TWO_SCALES) * U)
     differs = kept != _scale_values(call.outputs[BLOCK_SCALE], form)
-    if form.scale.bits == 32:
-        words: tuple[str, ...] = (
-            f"largest magnitude of a block / {form.element.largest:g}: {QUOTIENT} u",
-        )
+    first = next(iter(call.weights.values()), None)
+    if form.scale is FP32 and first is not None and first.input_scale is not None:
+        exact = call.outputs[BLOCK_SCALE].double()
+        words: tuple[str, ...] = (f"the checkpoint's, or its reciprocal's: {_TENSOR_SCALE} u",)
+        off, slack = (kept - exact).abs(), exact * (_TENSOR_SCALE * U)
+    elif form.scale.bits == 32:
+        words = (f"largest magnitude of a block / {form.element.largest:g}: {QUOTIENT} u",)
         off, slack = (kept - exact).abs(), slack + U * exact
+        if form.block[1] == WHOLE:  # a token of zeros is one under any scale
+            off = torch.where(size.value > 0, off, 0.0)
     elif form.scale is UE8M0:
         slack = size.error / unit + exact * (QUOTIENT * U)
         # UE8M0 rounds up: legal where kept / 2 <= exact <= kept.
@@ -262,7 +284,7 @@ def _codes(
 ) -> CodeResult:
     (value, error), scale = operands
     table = cells(form.element)
-    width = form.block[1]
+    width = value.shape[-1]
     code = _elements(candidate, form).long().unflatten(-1, (-1, width))
     other = _elements(call.outputs[CODES], form).long().unflatten(-1, (-1, width))
     # Under a zero scale every code stands for zero.
@@ -270,7 +292,7 @@ def _codes(
     safe = torch.where(scale > 0, scale, 1.0)
     quotient = value / safe
     # Dividing by a power of two is exact.
-    rounding = 0 if form.scale is UE8M0 else (QUOTIENT if form.scale.bits == 32 else _TWO_SCALES)
+    rounding = scale_roundings(form)
     slack = error / safe + quotient.abs() * (rounding * U)
     off = _outside(quotient, table, code)
     # An exact tie, without slack: round half to even, so the odd code is wrong.

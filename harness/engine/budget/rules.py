@@ -20,7 +20,7 @@ from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.harness.report.number_text import number
-from degarble.references.linears import CODES, activation_values
+from degarble.references.linears import CODES, X_LOOSE, activation_values
 from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
@@ -403,6 +403,9 @@ class JudgeableCall:
     @property
     def x_loose(self) -> Tensor | None:
         """Return how far the input's rounded numbers may be off [rows, K]; None if exact."""
+        own = self.inputs.get(X_LOOSE)
+        if own is not None:
+            return own.reshape(-1, own.shape[-1]).float()
         if self.operands is not DecodedOperands.BOTH or CODES not in self.inputs:
             return None
         decoded = activation_values(self.inputs, self.activation, torch.float32)

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from degarble.harness.base.errors import Undecided
 from degarble.harness.engine.budget.bounded_values import BoundedValue
 from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.engine.budget.codes_and_choices import NO_FINDING, ChoiceResult, chosen_among
+from degarble.harness.engine.budget.quantised_inputs import quantised_bound
 from degarble.harness.engine.budget.rules import (
     MatrixParts,
     U,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.rules import JudgeableCall
+    from degarble.references.linears import InputQuantiser
 
 _RUNS = 8  # of a recurrent component with perturbed operations
 _SPREAD = 6  # standard deviations allowed, since so few runs are measured
@@ -69,6 +71,15 @@ class _Tracked(Roundings):
     def sums(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Store the sum over a token's experts where the run does."""
         return self.operation(value, dtype) if self._sums else value
+
+    def quantised(self, value: Tensor, quantiser: InputQuantiser) -> Tensor:
+        """Quantise an operand; numbers near a boundary may go either way."""
+        errors = self._errors
+        with _disable_current_modes():
+            made = quantiser(value)
+            bound = quantised_bound(quantiser, BoundedValue(value, errors.of(value)))
+        errors.note(made, bound)
+        return made
 
 
 def traced(call: JudgeableCall) -> dict[str, Budget]:

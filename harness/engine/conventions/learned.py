@@ -23,6 +23,7 @@ The search knows neither twins nor tensors, only components, roles, and the func
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from types import MappingProxyType
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.engine.conventions.registry import (
     CONTRADICTED,
     DECLARED,
+    INPUTS,
     LEARNED,
     REGISTRY,
     ConventionUsed,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 LEANS = 2.0  # factor between squared distances that makes a twin clearly nearer
 _CHANGED = 3  # conventions of one role whose values are changed together, at most
+_APART = frozenset({INPUTS})  # that may be changed beside these: which numbers are multiplied
 _ASKED_FIRST = 4  # differing components tried first, nearest first; if none agrees, skip the others
 
 
@@ -63,12 +66,14 @@ class ConventionFit:
     """How one component compares with its twin: the verdict and the distance.
 
     Both flags are false where it could not be judged. `distance` is the squared length of the
-    difference over all calls.
+    difference over all calls. Where single codes may legally step, a few rows make up most of it;
+    `unlike` is then the share of outputs that are not equal.
     """
 
     agrees: bool
     differs: bool
     distance: float
+    unlike: float = math.inf
 
 
 @dataclass
@@ -111,7 +116,8 @@ class ConventionEvidence:
         """
         other, own = self.fit_of(component, values), self.fit_of(component, without)
         leans = max((REGISTRY[name].leans for name in values if name in REGISTRY), default=LEANS)
-        return other.agrees and leans * other.distance < own.distance
+        nearer = leans * other.distance < own.distance or leans * other.unlike < own.unlike
+        return other.agrees and nearer
 
     def components(self, role: str) -> list[str]:
         """Return the components of a role, in the order of the run."""
@@ -349,7 +355,8 @@ def _changes(conventions: Sequence[Convention], assumed: Values) -> Iterator[dic
         ]
         for convention in conventions
     }
-    for count in range(1, min(_CHANGED, len(others)) + 1):
+    most = _CHANGED + len(_APART & others.keys())
+    for count in range(1, min(most, len(others)) + 1):
         for names in combinations(others, count):
             for values in product(*(others[name] for name in names)):
                 yield dict(zip(names, values, strict=True))

@@ -35,6 +35,7 @@ from degarble.references.numerics import (
     DecodedOperands,
     HeadNorm,
     IndexerFormat,
+    InputQuantisation,
     KeyValueCache,
     Switches,
 )
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 KEY = "conventions"
 OPERANDS = "decoded_operands"
+INPUTS = "quantised_inputs"
 GEMM = "gemm"  # the role of any product of a plain model
 DECLARED, LEARNED, CONTRADICTED = "declared", "learned", "contradicted"
 OF_CAPTURE = "of the capture"
@@ -165,6 +167,30 @@ _ROUNDINGS = (
         },
         _roles(f"{GEMM} {_LINEARS} traced.linear traced.experts"),
         witnesses=1,
+    ),
+    Convention(
+        INPUTS,
+        "inputs that the checkpoint has quantised",
+        {
+            InputQuantisation.STATED: "quantised as it states",
+            InputQuantisation.STEPWISE: (
+                "quantised step by step in the model's dtype, as compressed-tensors emulates it"
+            ),
+            InputQuantisation.NONE: "left as they are",
+        },
+        _roles("traced.linear traced.experts"),
+    ),
+    Convention(
+        "expert_input_scale_shared",
+        "the input scale of quantised experts",
+        {True: "the largest of the layer", False: "each expert's own"},
+        _roles("traced.experts"),
+    ),
+    Convention(
+        "cache_quantised",
+        "keys and values that the checkpoint has cached in FP8",
+        {True: "cached in FP8", False: "cached as they are"},
+        _roles("traced.cache"),
     ),
     Convention(
         "operations_stored",

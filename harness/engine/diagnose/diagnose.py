@@ -38,6 +38,7 @@ from degarble.harness.engine.diagnose.trial import (
 from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, Reach
 from degarble.harness.engine.faults.regions import flat
 from degarble.harness.engine.faults.registry import faults_for
+from degarble.harness.engine.faults.traced.inputs import taken_anew
 from degarble.harness.engine.faults.weight_faults import remembering
 from degarble.harness.report.number_text import number, share
 
@@ -368,17 +369,24 @@ def _by_other_conventions(
             if value == getattr(switches, convention.name, None):
                 continue
             other = replace(context, bound=twin.with_switches(**{convention.name: value}))
-            records = [_expected_of(other, record) for record in apart]
+            records = list(_as_taken_by(other, apart))
+            if len(records) < len(apart):
+                continue  # codes were recorded: nobody knows of which numbers
             calls = together(other, records)
             main = most_telling(calls)
-            named, _ = _alike_in_all(other, calls, (main, sampled(other, main)), sitting)
+            known = [fault for fault in sitting if fault.applies_to(other)]
+            named, _ = _alike_in_all(other, calls, (main, sampled(other, main)), known)
             if named:
                 return named
     return ()
 
 
-def _expected_of(context: ComponentContext, record: CallRecord) -> CallRecord:
-    return replace(record, expected=context.call(record.inputs, context.weights))
+def _as_taken_by(context: ComponentContext, records: Sequence[CallRecord]) -> Iterator[CallRecord]:
+    """Yield calls as another twin takes and computes them, where it can."""
+    for record in records:
+        inputs = taken_anew(context, record.inputs)
+        if inputs is not None:
+            yield replace(record, inputs=inputs, expected=context.call(inputs, context.weights))
 
 
 def _each_by_itself(

@@ -23,7 +23,8 @@ from degarble.harness.engine.faults.weight_faults import Decoding, numbers_of
 from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import share
-from degarble.references.linears import activation_values
+from degarble.references.linears import X_LOOSE, activation_values
+from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLER = 2.0**-100  # factor on weights: keeps sums far from both ends of float32
-_PARTS = frozenset({"codes", "block_scale", "tensor_scale"})
+_PARTS = frozenset({"codes", "block_scale", "tensor_scale", X_LOOSE})
 
 
 def beyond_float32(
@@ -162,10 +163,12 @@ def make(
     """
     seen: dict[str, Tensors] = {"inputs": {}, "outputs": {}}
     operands: list[Mapping[str, Weight]] = [context.weights]
-    quick = context.bound.numerics.products is torch.float64
+    numerics = context.bound.numerics
+    quick = numerics.products is torch.float64
+    rounded = None if numerics.operands is DecodedOperands.EXACT else torch.bfloat16
 
     def spied(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
-        known = Decoding(weights, context.weights, rows) if quick else weights
+        known = Decoding(weights, context.weights, rows, rounded) if quick else weights
         # Decoded inputs are valid only if the variant has not replaced the inputs.
         given = plain if plain is not None and inputs is record.inputs else inputs
         outputs = context.call(given, known)
@@ -236,10 +239,9 @@ def decoded_once(context: ComponentContext, record: CallRecord) -> Tensors | Non
     ).activation
     if form is None:
         return None
-    parts = {"codes", "block_scale", "tensor_scale"}
-    rest = {name: tensor for name, tensor in record.inputs.items() if name not in parts}
-    dtype = context.bound.numerics.products
-    return {"x": activation_values(record.inputs, form, dtype), **rest}
+    rest = {name: tensor for name, tensor in record.inputs.items() if name not in _PARTS}
+    numerics = context.bound.numerics
+    return {**rest, "x": activation_values(record.inputs, form, numerics.products, numerics)}
 
 
 def _stretch(inner: Tensor | None, final: Tensor) -> float:

@@ -19,7 +19,14 @@ from degarble.harness.model.components import component_named
 from degarble.harness.model.family import family_of
 from degarble.references.binding import plain_call
 from degarble.references.facts import ModelFacts
-from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X, activation_values
+from degarble.references.linears import (
+    BLOCK_SCALE,
+    CODES,
+    TENSOR_SCALE,
+    X_LOOSE,
+    X,
+    activation_values,
+)
 
 if TYPE_CHECKING:
     import random
@@ -253,7 +260,7 @@ class ChangedWeights(Mapping[str, "Weight"]):
 # applied first, because a wrapped call hides its facts.
 
 
-_CODED = {CODES, BLOCK_SCALE, TENSOR_SCALE}
+_CODED = {CODES, BLOCK_SCALE, TENSOR_SCALE, X_LOOSE}
 
 
 def has_window(context: ComponentContext) -> bool:

@@ -86,6 +86,7 @@ from degarble.harness.engine.faults.tensor_scales import (
     SCALE_DIRECTION_TENSOR_FAULTS,
 )
 from degarble.harness.engine.faults.traced.components import TRACED_COMPONENT_FAULTS
+from degarble.harness.engine.faults.traced.inputs import TRACED_INPUT_FAULTS
 from degarble.harness.engine.faults.traced.operations import TRACED_OPERATION_FAULTS
 from degarble.harness.engine.faults.traced.weights import TRACED_WEIGHT_FAULTS
 from degarble.harness.report.number_text import number
@@ -190,6 +191,7 @@ KIND_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
         for family in (
             TRACED_WEIGHT_FAULTS,
             TRACED_COMPONENT_FAULTS,
+            TRACED_INPUT_FAULTS,
             TRACED_OPERATION_FAULTS,
             *_OF_WEIGHTS,
         )

@@ -238,7 +238,8 @@ def some_rows(weight: Weight, rows: Tensor) -> Tensor:
 class Decoding(Mapping[str, Weight]):
     """Weights as numbers: `kept` are unchanged, changed ones are decoded again.
 
-    `rows` are the only rows that are needed, None for all of them.
+    `rows` are the only rows that are needed, None for all of them. Decoded numbers are `rounded` to
+    a dtype where a run multiplies them so.
     """
 
     def __init__(
@@ -246,7 +247,9 @@ class Decoding(Mapping[str, Weight]):
         weights: Mapping[str, Weight],
         kept: Mapping[str, Weight],
         rows: Tensor | None = None,
+        rounded: torch.dtype | None = None,
     ) -> None:
+        self._rounded = rounded
         self._weights = weights
         self._kept = kept
         self._rows = rows
@@ -260,6 +263,8 @@ class Decoding(Mapping[str, Weight]):
         else:
             value = numbers_of(weight)
             value = value if rows is None else value[rows]
+        if weight.is_decoded and self._rounded is not None:
+            value = value.float().to(self._rounded).to(value.dtype)
         return Weight(value=value, input_scale=weight.input_scale)
 
     def __iter__(self) -> Iterator[str]:

@@ -48,7 +48,7 @@ from degarble.harness.engine.localise.tensor_forms import (
 from degarble.harness.model.sites import Port
 from degarble.harness.report.number_text import number
 from degarble.harness.report.verdict import Verdict
-from degarble.references.linears import decode_activations
+from degarble.references.linears import X_LOOSE, decode_activations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -651,7 +651,7 @@ def _plain_form(known: TwinComponents, piece: JudgedBatch, output: str) -> str:
     )
 
 
-_CODED = ("codes", "block_scale", "tensor_scale")
+_CODED = ("codes", "block_scale", "tensor_scale", X_LOOSE)
 
 
 def _too_good(piece: JudgedBatch, output: str) -> str:

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
 
 _MOST_RANKS = 4096
+_TAKING_NUMBERS = frozenset({"traced.linear", "traced.experts"})  # and may quantise them
 _EARLIER = 4  # earlier calls kept with a wrong input: stale values come from these
 
 
@@ -156,7 +157,14 @@ class _Answer:
             self.build_discrepancy is None and all(row.verdict is Verdict.AGREES for row in rows),
             self.build_discrepancy is not None,
             math.fsum(total.dd for total in sums if total is not None),
+            self._unlike if self.judged.component.kind in _TAKING_NUMBERS else math.inf,
         )
+
+    @property
+    def _unlike(self) -> float:
+        rows = self.judged.rows.values()
+        every = sum(row.elements for row in rows)
+        return 1 - sum(row.identical for row in rows) / every if every else math.inf
 
 
 @runtime_checkable
@@ -201,6 +209,10 @@ class _Work:
             self._edges_of(batch)
         if repeats_apart(calls):
             self._unstable.append(component.name)
+
+    def named(self, name: str) -> Component:
+        """Return a component of the twin; a convention may leave its input as it is."""
+        return self._known.components[name]
 
     def answer(
         self, component: Component, found: Sequence[Batch], *, briefly: bool = False
@@ -249,7 +261,7 @@ class _Work:
             work = others.get(key := tuple(sorted(values.items())))
             if work is None:
                 work = others[key] = self._by(values)
-            component = self._known.components[name]
+            component = work.named(name)
             return work.answer(component, self._batches(component), briefly=True).fit
 
         twin = self._known.twin
@@ -286,11 +298,11 @@ class _Work:
             if e.judged.component.judged_as in roles
         ]
         names = {name for each in concerned for name in (each.name, maker_of(each))}
-        for name, answer in self._answers.items():
+        for name in tuple(self._answers):
             if name in names:
                 if isinstance(self._looked, Forgetful):
                     self._looked.forget(name)
-                component = answer.judged.component
+                component = work.named(name)
                 self._answers[name] = work.answer(component, self._batches(component))
         self._known = work._known
 

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.budget.bounded_values import exactly
+from degarble.harness.engine.budget.quantised_inputs import quantised_bound
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
 from degarble.harness.model.components import components
 from degarble.references.binding import bind
-from degarble.references.linears import quantise_activations
+from degarble.references.linears import X_LOOSE, X, quantise_activations
+from degarble.references.traced.family import TracedFacts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -267,7 +270,13 @@ def quantised(known: TwinComponents, component: Component, inputs: Tensors) -> d
     maker, rest = maker_of(component), {n: tensor for n, tensor in inputs.items() if n != "x"}
     if maker == f"{component.name}.act_quant":
         owned = {n: tensor for n, tensor in rest.items() if known.twin.has_input(maker, n)}
-        made = known.twin.calls[maker]({"x": inputs["x"], **owned}, known.twin.weights_of(maker))
+        weights = known.twin.weights_of(maker)
+        made = known.twin.calls[maker]({"x": inputs["x"], **owned}, weights)
+        facts = known.twin.bound_to(maker)[1]
+        if isinstance(facts, TracedFacts):
+            loose = quantised_bound(facts.of_input(weights), exactly(inputs["x"]))
+            # A fault of the quantisation starts from the numbers.
+            made = {**made, X_LOOSE: loose, X: inputs[X]}
         return {**made, **rest}
     form = known.activation(component.name)
     assert form is not None, "codes are expected only where the recipe quantises"

@@ -33,7 +33,7 @@ from degarble.harness.checkpoint.audit.structure.inventory import (
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.view.converted import ConvertedWeights
 from degarble.harness.checkpoint.view.modules import PLAIN_DTYPES
-from degarble.harness.checkpoint.view.quantisation_configs import quantises_input
+from degarble.harness.checkpoint.view.quantisation_configs import InputFormats
 from degarble.harness.model.layouts import Layout, Spelling
 from degarble.harness.model.parameters import Parameter, Row
 from degarble.harness.model.recipes import BF16
@@ -254,11 +254,11 @@ class _Deriving:
         wanted = dict(role)
         wanted.pop(PartKind.VALUE, None)
         scale = wanted.get(PartKind.TENSOR_SCALE)
-        stated = next(iter(self._checkpoint.quantisation.values()), {})
+        stated = InputFormats(self._checkpoint.quantisation.values())
         if (
             scale is not None
             and PartKind.INPUT_SCALE not in wanted
-            and quantises_input(stated, module.name)
+            and stated.of(module.name, "") is not None
         ):
             suffix = ".input_global_scale" if "global" in scale.suffix else ".input_scale"
             wanted[PartKind.INPUT_SCALE] = _Part(suffix, scale.dtype, scale.shape)

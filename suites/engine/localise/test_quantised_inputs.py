@@ -1,0 +1,152 @@
+"""Runs that quantise their inputs agree, and so do runs that do not; faults of inputs are named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.report.verdict import Verdict
+from degarble.suites.engine.quantised_runs import (
+    DECODED,
+    EXACT,
+    INPUTS,
+    PLAIN,
+    STEPWISE,
+    QuantisedRun,
+    learned,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from degarble.suites.engine.quantised_runs import Emulation
+
+pytestmark = pytest.mark.needs("transformers")
+
+_ENGINES = {"exact": EXACT, "decoded": DECODED, "plain": PLAIN, "stepwise": STEPWISE}
+_WIDE = {"hidden_size": 128, "intermediate_size": 256}
+# compressed-tensors rounds the scales of both by rules of their own.
+_WITHOUT_STEPS = frozenset({"NVFP4", "MXFP8"})
+
+
+def _run(name: str, model: str = "llama", dtype: torch.dtype = torch.bfloat16) -> QuantisedRun:
+    more: dict[str, Any] = _WIDE if name == "FP8 block" else {}
+    return QuantisedRun(model, INPUTS[name], dtype, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("engine", _ENGINES)
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_healthy_run_agrees(name: str, engine: str, dtype: torch.dtype) -> None:
+    if engine == "stepwise" and name in _WITHOUT_STEPS:
+        return
+    run = _run(name, dtype=dtype)
+    run.emulate(_ENGINES[engine])
+    found = run.judged()
+    assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+    used = learned(found)
+    assert (used.get("quantised_inputs") == "none") == (engine == "plain")
+    if dtype is torch.bfloat16:
+        operands = {"decoded": "bf16", "plain": "weights_bf16", "stepwise": "bf16"}.get(engine)
+        # Powers of two change no rounding, so nobody can tell.
+        assert name == "MXFP8" or used.get("decoded_operands") == operands
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("FP8 token", "decoded"),
+        pytest.param("FP8 tensor", "exact", marks=pytest.mark.slow),
+        pytest.param("FP8 tensor", "decoded", marks=pytest.mark.slow),
+        pytest.param("INT8 token", "decoded", marks=pytest.mark.slow),
+        pytest.param("MXFP8", "exact", marks=pytest.mark.slow),
+        ("NVFP4", "decoded"),
+        pytest.param("NVFP4", "exact", marks=pytest.mark.slow),
+        pytest.param("NVFP4", "plain", marks=pytest.mark.slow),
+    ],
+)
+def test_a_healthy_run_of_quantised_experts_agrees(name: str, engine: str) -> None:
+    run = _run(name, "qwen3_moe")
+    run.emulate(_ENGINES[engine])
+    found = run.judged()
+    assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+
+
+# --------------------------------------------------------------------------------------------------
+# Faults
+
+_O = "model.layers.1.self_attn.o_proj"
+_OTHER = "model.layers.1.mlp.down_proj"
+_SCALES: dict[str, Callable[[Any, Any], Any]] = {
+    "lost": lambda _run, _own: torch.ones(()),
+    "reciprocal": lambda _run, own: 1 / own,
+    "another linear's": lambda run, _own: run.scales[_OTHER],
+    "a token's own": lambda _run, _own: None,
+}
+_FAULTS = [
+    ("FP8 tensor", "exact", "lost"),
+    ("FP8 tensor", "decoded", "reciprocal"),
+    ("FP8 tensor", "decoded", "a token's own"),
+    ("INT8 tensor", "exact", "a token's own"),
+    ("INT8 tensor", "decoded", "another linear's"),
+    ("NVFP4", "exact", "another linear's"),
+    ("NVFP4", "decoded", "lost"),
+    ("FP8 token", "decoded", "lost"),
+]
+
+
+def _judged_with(run: QuantisedRun, engine: Emulation, path: str, scale: Any) -> Any:
+    """Run with another scale in one place than the checkpoint has."""
+    own = run.scales[path]
+    run.scales[path] = scale
+    run.emulate(engine)
+    run.scales[path] = own
+    return run.judged()
+
+
+@pytest.mark.parametrize(("name", "engine", "fault"), _FAULTS)
+def test_another_scale_is_placed_and_named(name: str, engine: str, fault: str) -> None:
+    run = _run(name)
+    scale = _SCALES[fault](run, run.scales[_O])
+    (origin,) = _judged_with(run, _ENGINES[engine], _O, scale).origins
+    assert origin.component == "layers.1.self_attn.o_proj"
+    told = diagnose(origin.context, [origin.record, *origin.more])
+    assert told.named[0].id == "M18.input_scale", told.sentence
+
+
+@pytest.mark.parametrize("engine", ["exact", "decoded"])
+@pytest.mark.parametrize("name", ["FP8 token", "NVFP4", "MXFP8"])
+def test_a_single_plain_input_is_a_finding_and_no_convention(name: str, engine: str) -> None:
+    run = _run(name)
+    run.emulate(_ENGINES[engine], lambda path: path != _O)
+    found = run.judged()
+    assert "quantised_inputs" not in learned(found)
+    (origin,) = found.origins
+    assert (origin.component, origin.kind) == ("layers.1.self_attn.o_proj", "fallback")
+    assert origin.record is not None
+    told = diagnose(origin.context, [origin.record, *origin.more])
+    assert told.named[0].id == "M18.plain_input", told.sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["exact", "decoded"])
+@pytest.mark.parametrize(
+    "change", [torch.ones_like, lambda s: s.roll(-1, 0)], ids=["lost", "next expert's"]
+)
+def test_other_scales_of_experts_are_placed_and_named(
+    engine: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    run = QuantisedRun("qwen3_moe", INPUTS["FP8 tensor"], num_hidden_layers=4)
+    path = "model.layers.2.mlp.experts.down_proj"
+    own = run.scales[path]
+    assert own is not None
+    found = _judged_with(run, _ENGINES[engine], path, change(own))
+    (origin,) = found.origins
+    assert origin.component == "layers.2.mlp.experts"
+    told = diagnose(origin.context, [origin.record, *origin.more])
+    assert told.named[0].id == "M18.expert_scales", told.sentence

@@ -1,0 +1,286 @@
+"""Runs of tiny transformers models whose linears and experts multiply quantised operands.
+
+The candidate is transformers' own model with decoded weights. Its linears get another forward pass,
+written here with torch alone, that rounds what they are given as some engine does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from degarble.harness.capture.recorder import MemoryRun, Recorder
+from degarble.harness.capture.traced import recording
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
+from degarble.harness.formats.quantise import quantise
+from degarble.harness.formats.weight import Weight
+from degarble.harness.model.recipes import Recipe, Rule
+from degarble.references.numerics import Numerics
+from degarble.references.traced.family import TracedModel, logical_name
+from degarble.suites.references.traced.traced_models import built, config_of, weights_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.localise.localise import Localised
+
+    Rounds = Callable[[Tensor, "Inputs", Tensor | None], Tensor]
+
+LAYERS = 2  # more where a single wrong one must not be half of them
+E4M3 = torch.float8_e4m3fn
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+class Inputs(NamedTuple):
+    """A way to quantise inputs: formats of weight and input, and whether a scale is stored."""
+
+    weight: str
+    activation: str
+    static: bool = False
+
+
+INPUTS = {
+    "FP8 token": Inputs("FP8_ROW", "FP8_ROW"),
+    "FP8 tensor": Inputs("FP8_TENSOR", "FP8_ROW", static=True),
+    "FP8 block": Inputs("FP8_128X128_F32", "FP8_1X128_F32"),
+    "INT8 token": Inputs("INT8_ROW", "INT8_ROW"),
+    "INT8 tensor": Inputs("INT8_ROW", "INT8_ROW", static=True),
+    "MXFP8": Inputs("MXFP8", "MXFP8"),
+    "NVFP4": Inputs("NVFP4", "NVFP4", static=True),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Emulators. Each returns the numbers that codes stand for, in float32.
+
+
+def rounded_e2m1(x: Tensor) -> Tensor:
+    """Round to the nearest of E2M1's values, ties to even."""
+    size = x.abs().clamp(max=6.0)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return torch.copysign(torch.round(size / step) * step, x)
+
+
+def emulated(x: Tensor, way: Inputs, scale: Tensor | None) -> Tensor:
+    """Quantise an input, and decode it, in float32."""
+    wide, block = x.float(), BLOCK_FORMATS[way.activation].block[1]
+    parts = wide.unflatten(-1, (-1, block or wide.shape[-1]))
+    amax = parts.abs().amax(-1, keepdim=True)
+    if way.activation == "NVFP4":
+        assert scale is not None
+        blocks = (amax / 6 / scale).clamp(max=448).to(E4M3).float()
+        step = blocks * scale
+        made = rounded_e2m1(parts / torch.where(step > 0, step, 1.0)) * step
+    elif way.activation == "MXFP8":
+        step = torch.exp2(torch.ceil(torch.log2(amax / 448)))
+        made = (parts / step).clamp(-448, 448).to(E4M3).float() * step
+    elif way.activation == "INT8_ROW":
+        step = amax / 127 if scale is None else scale
+        made = torch.round(parts / step).clamp(-128, 127) * step
+    else:
+        step = amax.clamp(min=1e-12) / 448 if scale is None else scale
+        made = (parts / step).clamp(-448, 448).to(E4M3).float() * step
+    flat: Tensor = made.flatten(-2)
+    return flat
+
+
+def stepwise(x: Tensor, way: Inputs, scale: Tensor | None) -> Tensor:
+    """Do the same as compressed-tensors does, every step in the dtype of the input."""
+    block = BLOCK_FORMATS[way.activation].block[1]
+    parts = x.unflatten(-1, (-1, block or x.shape[-1]))
+    amax = parts.abs().amax(-1, keepdim=True)
+    if way.activation == "INT8_ROW":
+        step = amax / 127.5 if scale is None else scale.to(x.dtype)
+        whole: Tensor = torch.round(parts / step).clamp(-128, 127) * step
+        return whole.flatten(-2)
+    step = amax / 448 if scale is None else scale.to(x.dtype)
+    made: Tensor = (parts / step).clamp(-448, 448).to(E4M3).to(x.dtype) * step
+    return made.flatten(-2)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+class Emulation(NamedTuple):
+    """What an engine does: its rounding of inputs, and whether operands become BF16."""
+
+    rounds: Rounds | None = emulated
+    decoded: bool = True
+
+
+EXACT = Emulation(decoded=False)
+DECODED = Emulation()
+PLAIN = Emulation(rounds=None)
+STEPWISE = Emulation(stepwise)
+
+
+def _scales(x: Tensor, way: Inputs) -> Tensor | None:
+    """Calibrate a stored input scale."""
+    if not way.static:
+        return None
+    largest = {"NVFP4": 6.0 * 448, "INT8_ROW": 127.0}.get(way.activation, 448.0)
+    return (x.float().abs().amax() / largest).reshape(())
+
+
+class QuantisedRun:
+    """A model, its quantised weights, and an emulated engine that runs it."""
+
+    def __init__(
+        self, name: str, way: Inputs, dtype: torch.dtype = torch.bfloat16, **settings: Any
+    ) -> None:
+        self.way, self.dtype = way, dtype
+        settings = {"num_hidden_layers": LAYERS, **settings}
+        self.model: Any = built(name, dtype, **settings)
+        self.config: Any = config_of(name, dtype, **settings)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(0, self.config.vocab_size, (2, 23), generator=generator)
+        self.weights = weights_of(self.model)
+        self.scales: dict[str, Tensor | None] = {}
+        self.rules: list[Rule] = []
+        self._calibrate()
+
+    def _calibrate(self) -> None:
+        """Quantise every linear of the layers."""
+        seen: dict[str, Tensor] = {}
+        hooks = [
+            module.register_forward_pre_hook(
+                lambda _m, given, path=path: seen.__setitem__(path, given[0])
+            )
+            for path, module in self.linears()
+        ]
+        with torch.no_grad():
+            self.model(input_ids=self.ids)
+        for hook in hooks:
+            hook.remove()
+        fmt = BLOCK_FORMATS[self.way.weight]
+        for path, module in self.experts():
+            for part in ("gate_up_proj", "down_proj"):
+                weight = getattr(module, part).detach().float()
+                count = len(weight)
+                # Every expert has a scale of its own, as if other tokens had come to each.
+                own = None if self.way.static is False else 0.004 + 0.001 * torch.arange(count)
+                own = own / 8 if own is not None and self.way.activation == "NVFP4" else own
+                self.scales[f"{path}.{part}"] = own
+                name = logical_name(f"{path}.{part}")
+                self.weights[name] = Weight.of(quantise(weight, fmt, CANONICAL), own)
+                self.rules.append(Rule(name, self.way.weight, self.way.activation))
+        for path, module in self.linears():
+            self.scales[path] = _scales(seen[path], self.way)
+            made = quantise(module.weight.detach().float(), fmt, CANONICAL)
+            name = logical_name(f"{path}.weight")
+            self.weights[name] = Weight.of(made, self.scales[path])
+            self.rules.append(Rule(name, self.way.weight, self.way.activation))
+
+    def linears(self) -> list[tuple[str, Any]]:
+        """Return the linears of the layers, with their paths."""
+        return [
+            (path, module)
+            for path, module in self.model.named_modules()
+            if isinstance(module, torch.nn.Linear) and ".layers." in path
+        ]
+
+    def experts(self) -> list[tuple[str, Any]]:
+        """Return the banks of experts, with their paths."""
+        return [
+            (path, module)
+            for path, module in self.model.named_modules()
+            if hasattr(module, "gate_up_proj") and hasattr(module, "_apply_gate")
+        ]
+
+    @property
+    def recipe(self) -> Recipe:
+        """Return the recipe that the checkpoint would state."""
+        return Recipe("as stored", tuple(self.rules))
+
+    def emulate(self, way: Emulation, only: Callable[[str], bool] = lambda _path: True) -> None:
+        """Let linears and experts multiply what the engine does; others what weights decode to."""
+        for path, module in self.linears():
+            weight = self.weights[logical_name(f"{path}.weight")].values(torch.float32)
+            rounds = way.rounds if only(path) else None
+            module.forward = MethodType(
+                _forward(weight, self.way, self.scales[path], rounds, way.decoded), module
+            )
+        for path, module in self.experts():
+            rounds = way.rounds if only(path) else None
+            module.forward = MethodType(self._experts_forward(path, rounds, way.decoded), module)
+
+    def _experts_forward(self, path: str, rounds: Rounds | None, decoded: bool) -> Any:
+        """Return a loop over experts, as transformers' eager one."""
+        parts = ("gate_up_proj", "down_proj")
+        weights = [
+            self.weights[logical_name(f"{path}.{part}")].values(torch.float32) for part in parts
+        ]
+        scales = [self.scales[f"{path}.{part}"] for part in parts]
+
+        def product(at: int, number: int, x: Tensor) -> Tensor:
+            scale = scales[at]
+            own = None if scale is None else scale[number]
+            given = x if rounds is None else rounds(x, self.way, own)
+            dtype = x.dtype if decoded else torch.float32
+            return linear(given.to(dtype), weights[at][number].to(dtype)).to(x.dtype)
+
+        def forward(
+            module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
+            out = torch.zeros_like(hidden_states)
+            for number in top_k_index.unique().tolist():
+                token, slot = (top_k_index == number).nonzero(as_tuple=True)
+                made = module._apply_gate(product(0, number, hidden_states[token]))
+                made = product(1, number, made) * top_k_weights[token, slot, None]
+                out.index_add_(0, token, made.to(out.dtype))
+            return out
+
+        return forward
+
+    def run(self, tokens: Tensor | None = None) -> MemoryRun:
+        """Record a prefill and one token after it."""
+        from transformers import DynamicCache  # noqa: PLC0415  heavy
+
+        run = MemoryRun({})
+        with torch.inference_mode(), recording(self.model, self.config, Recorder(run)):
+            cache = DynamicCache(config=self.model.config)
+            ids = self.ids if tokens is None else tokens
+            out = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            new = out.logits[:, -1].argmax(-1, keepdim=True)
+            self.model(input_ids=new, past_key_values=cache, use_cache=True)
+        return run
+
+    def twin(self, **switches: Any) -> TracedModel:
+        """Bind the twin."""
+        numerics = replace(
+            Numerics.twin(), work=torch.float64, products=torch.float64, store=self.dtype
+        ).with_switches(**switches)
+        return TracedModel(self.config, numerics, self.weights, self.recipe)
+
+    def judged(self, run: MemoryRun | None = None) -> Localised:
+        """Localise what is wrong with a run."""
+        return localise(self.twin(), self.recipe, run or self.run())
+
+
+def _forward(
+    weight: Tensor,
+    way: Inputs,
+    scale: Tensor | None,
+    rounds: Rounds | None,
+    decoded: bool,
+) -> Callable[..., Tensor]:
+    def forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
+        x = input if rounds is None else rounds(input, way, scale)
+        dtype = input.dtype if decoded else torch.float32
+        made = linear(x.to(dtype), weight.to(dtype)).to(input.dtype)
+        return made if module.bias is None else made + module.bias
+
+    return forward
+
+
+def learned(found: Localised) -> Mapping[str, Any]:
+    """Return the conventions that a run was judged by."""
+    return {each.name: each.value for each in found.conventions}
