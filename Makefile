@@ -20,7 +20,7 @@ BIN := .venv/bin
 THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .NOTPARALLEL:
-.PHONY: help setup demo test suites slow lint types figures mutation real house docs wheel nightly vllm-env vllm-test vllm-pack vllm-prove clean
+.PHONY: help setup demo test suites slow lint types figures mutation real house docs wheel nightly vllm-env vllm-test vllm-pack vllm-prove vllm-any clean
 
 help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
@@ -29,6 +29,7 @@ help:
 	@echo "make nightly  judge a checkpoint, or the embedded one, as every night: docs/nights.md"
 	@echo "make vllm-test  hold the plugin against vLLM 0.33 itself, in .venv-vllm: docs/vllm.md"
 	@echo "make vllm-pack  vLLM 0.26 in parts, for a GPU machine that fetches nothing: docs/vllm.md"
+	@echo "make vllm-any   capture tiny Llama and Qwen 3 MoE in vLLM on this machine's GPU, and judge them"
 	@echo "make vllm-prove  start vLLM with the plugin on this machine's GPU, and judge it: docs/vllm.md"
 	@echo "make slow     the suites that make test leaves out because they take minutes each"
 	@echo "make real     judge runs of SmolLM2 with its real weights, which are downloaded"
@@ -100,6 +101,9 @@ PROVE := PYTHONPATH=$(CURDIR)/.types:$$PYTHONPATH $(or $(PYTHON),python3) -m deg
 vllm-prove:
 	@[ -d out/vllm-asked ] || $(PROVE).prepare out/vllm-asked
 	@$(PROVE).prove out/vllm-asked out/vllm-proof $(ARGS)
+
+vllm-any:
+	@PYTHONPATH=$(CURDIR)/.types:$$PYTHONPATH $(or $(PYTHON),python3) -m degarble.suites.vllm.any_model out/vllm-any $(ARGS)
 
 vllm-pack: setup
 	@sh .ci/vllm-pack

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from degarble.harness.capture.engine.session import EngineCapture, Scheduled
 from degarble.harness.capture.engine.traced import join_traced, maps_of_model
 from degarble.harness.capture.options import CaptureRequest
 from degarble.suites.capture.imports import dumps
-from degarble.suites.references.traced.traced_models import raw_config
 from degarble.suites.support.engine_stand_in import engine_models, generated
 
 if TYPE_CHECKING:
@@ -28,8 +26,7 @@ def engine_capture(
 ) -> tuple[Path, list[str]]:
     """Capture two requests of the model in `folder / "ckpt"`; return the capture of all ranks."""
     models = engine_models(source, ranks)
-    config: Any = source.config
-    raw = raw_config(config.model_type, torch.bfloat16)
+    raw = json.loads((folder / "ckpt" / "config.json").read_text())
     captures = []
     for number, model in enumerate(models):
         if plant is not None:
