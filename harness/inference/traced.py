@@ -9,24 +9,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.base.errors import MissingDependency, UnreadableFile
+from degarble.harness.base.errors import MissingDependency, ShapeMismatch, UnreadableFile
 from degarble.harness.checkpoint.read.types import unknown_name
 from degarble.harness.checkpoint.view.converted import (
     ConvertedWeights,
     NamingRules,
     RenamedTensor,
 )
-from degarble.harness.checkpoint.view.quantisation_configs import InputFormats
+from degarble.harness.checkpoint.view.quantisation_configs import InputFormats, cache_format
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
+from degarble.harness.formats.weight import Weight
 from degarble.harness.inference.weights import WINDOW
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.model.types import Kind
-from degarble.references.traced.family import TracedConfig, logical_name, transformers_config
+from degarble.references.traced.family import (
+    TracedConfig,
+    cache_scales,
+    logical_name,
+    transformers_config,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.view.converted import StoredModule
     from degarble.harness.checkpoint.view.view import Checkpoint
-    from degarble.harness.formats.weight import Weight
 
 
 def traced_config(checkpoint: Checkpoint) -> TracedConfig:
@@ -53,7 +59,12 @@ def traced_config(checkpoint: Checkpoint) -> TracedConfig:
             "transformers", "absent", "the package that builds this model",
             "pip install 'degarble[models]'",
         ) from error  # fmt: skip
-    return TracedConfig.of(checkpoint.config)
+    config = TracedConfig.of(checkpoint.config)
+    # Of latent attention engines cache the latents, which the traced model never holds.
+    latent = "kv_lora_rank" in config.raw
+    return (
+        config if latent else replace(config, cache=cache_format(checkpoint.quantisation.values()))
+    )
 
 
 @contextmanager
@@ -149,11 +160,17 @@ class TracedWeights(Mapping[str, "Weight"]):
         self.converted = ConvertedWeights(checkpoint, naming_rules(config))
         self.converted.require_complete()
         self._names = {logical_name(name): name for name in self.converted}
+        stored = {logical_name(name): at for name, at in self.converted.cache_scales.items()}
+        graph = config.graph
+        scales = (name for each in graph.components for name in cache_scales(config, each))
+        self._cache = {name: stored.get(name) for name in scales}
         self.read = 0  # bytes of all weights that were read
         self._unreleased = 0  # bytes of them whose pages may still lie in memory
         self.on_read: Callable[[int, str], None] | None = None  # with each weight's size and name
 
     def __getitem__(self, name: str) -> Weight:
+        if name in self._cache:
+            return self._cache_scale(self._cache[name])
         if name not in self._names:
             raise KeyError(name) from unknown_name("parameter", name, self._names)
         own = self._names[name]
@@ -168,10 +185,21 @@ class TracedWeights(Mapping[str, "Weight"]):
         return self.converted[own]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        yield from self._names
+        yield from self._cache
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._names) + len(self._cache)
+
+    def _cache_scale(self, entry: str | None) -> Weight:
+        """Return the scale of keys or values; engines take 1 where none is stored."""
+        scale = torch.ones(()) if entry is None else self._checkpoint.tensor(entry).float()
+        if scale.numel() != 1:
+            raise ShapeMismatch(
+                str(entry), list(scale.shape), "one number for all heads",
+                "Quantise the cache by one scale a layer; scales of heads have no reference.",
+            )  # fmt: skip
+        return Weight(value=scale.reshape(()))
 
     def single(self, name: str) -> str | None:
         """Return the stored module that holds a parameter alone and as it is; None without one."""

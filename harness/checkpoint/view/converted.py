@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.formats.weight import Weight
 
-# Scales of caches and of attention belong to no parameter, and no reference rounds a cache.
+# Scales of caches and of attention belong to no parameter.
 _CACHE_SCALES = re.compile(r"\.(?:[kqv]|output)_(?:scale|zero_point)$")
+# ModelOpt stores them with the projections, compressed-tensors with the attention module.
+_CACHED_BY = re.compile(r"(.+?)(?:\.[kv]_proj)?\.([kv])_scale$")
 _SHOWN = 3  # stored tensors that an error names
 _STACK = 3  # axes of experts in one tensor
 _ONE_MODEL = "Check that config.json and shards are of one model."
@@ -147,6 +149,7 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         self._rules = rules
         self.sources: dict[str, ParameterSource] = {}
         self.unexpected: list[str] = []
+        self.cache_scales: dict[str, str] = {}  # stored tensors, by `<attention>.k_scale`
         self._locate()
 
     def __getitem__(self, name: str) -> Weight:
@@ -313,6 +316,10 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         ignored = [*map(re.compile, rules.ignored), _CACHE_SCALES]
         for module in sorted(self._modules(), key=_natural):
             plain = self._plain_name(module)
+            cached = _CACHED_BY.match(plain)
+            if cached is not None:
+                side = rules.rename(f"{cached[1]}.{cached[2]}_scale").parameter
+                self.cache_scales[side] = plain
             found = rules.rename(plain)
             targets = [found.parameter]
             if found.converter is not None:

@@ -700,6 +700,22 @@ class InputFormats:
         return None
 
 
+def cache_format(configs: Iterable[Mapping[str, Any]]) -> str:
+    """Return the format in which keys and values are cached by stored scales; empty for none.
+
+    Scales of each head, and caches in other formats, have no reference.
+    """
+    for raw in configs:
+        if str(raw.get("kv_cache_quant_algo")).upper() == "FP8":
+            return _ROWS
+        stated = raw.get("kv_cache_scheme")
+        if isinstance(stated, dict) and not stated.get("dynamic"):
+            whole = stated.get("strategy", "tensor") in {None, "tensor"}
+            if whole and (stated.get("num_bits"), stated.get("type")) == (8, "float"):
+                return _ROWS
+    return ""
+
+
 def _claims_of_inputs(raw: Mapping[str, Any]) -> list[tuple[_Patterns | None, str | None]]:
     """Return formats with the modules that have them; what names modules goes first."""
     unread: list[str] = []

@@ -16,6 +16,7 @@ from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.engine.localise.replay import STATE, Batch, is_ragged
 from degarble.harness.model.config.config import compressor_windows
 from degarble.harness.model.family import VIEW, family_of
+from degarble.harness.model.sites import Port, Site
 from degarble.harness.model.types import LayerType
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.engine.localise.replay import TwinComponents
     from degarble.harness.model.components import Component, Input
-    from degarble.harness.model.sites import Site
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,6 +153,8 @@ class InputReconstruction:
             return None  # no rows, and no tensor of no rows, are the same
         if implied is not None and captured is not None and alike(implied, captured):
             return None
+        if captured is not None and self._is_read_back(call, component, each.name, captured):
+            return None
         if each.via == "positions" and self._turned_together(component):
             return None
         return Edge(call, component, each.name, implied, captured, source_of(component, each.name))
@@ -270,6 +272,38 @@ class InputReconstruction:
         if not found:
             return True, None
         return True, torch.stack(found) if own else torch.cat(found)
+
+    def _is_read_back(
+        self, call: CapturedCall, component: Component, name: str, captured: Tensor
+    ) -> bool:
+        """Tell whether earlier rows of a cache are those that it gave back in the last step.
+
+        A cache that rounds its rows gives back others than were put in.
+        """
+        if component.kind != "traced.cache" or not name.startswith(STATE):
+            return False
+        source, found = Site(component.name, Port.OUT, name.removeprefix(STATE)), []
+        for part in self._parts[call.step]:
+            if not part.start:
+                continue
+            before = [n for n, parts in self._parts.items() if n < call.step and any(
+                each.owner == part.owner for each in parts
+            )]  # fmt: skip
+            made = self._output(max(before), source) if before else None
+            rows = None if made is None else self._rows_of(made, max(before), part.owner)
+            if rows is None or len(rows) != part.start:
+                return False
+            found.append(rows)
+        return bool(found) and alike(torch.cat(found), captured)
+
+    def _rows_of(self, made: Tensor, number: int, owner: int) -> Tensor | None:
+        """Return the rows of one sequence among those of all whole caches of a step."""
+        parts = self._parts[number]
+        if len(made) != sum(part.stop for part in parts):
+            return None  # a cache that forgets
+        place = next(n for n, part in enumerate(parts) if part.owner == owner)
+        whole: Tensor = made.split([part.stop for part in parts])[place]
+        return whole
 
     def _remembered(
         self, component: Component, earlier: int, held: int, tensors: list[Tensor]

@@ -29,7 +29,16 @@ from degarble.harness.engine.faults.traced.operations import (
 )
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
-from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X_LOOSE, X
+from degarble.references.facts import spans_of
+from degarble.references.linears import (
+    BLOCK_SCALE,
+    CODES,
+    TENSOR_SCALE,
+    X_LOOSE,
+    InputQuantiser,
+    X,
+)
+from degarble.references.traced.family import by_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -192,49 +201,60 @@ def _as_one_is(others: Mapping[str, Weight], name: str, weight: Weight) -> Weigh
 
 def _cache_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     held = dict(context.weights)
-    if len(held) > 1:
-        first, second = held
-        both = {first: held[second], second: held[first]}
-        told = (f"{second} for {first}", {first: both[first]}), (
-            f"{first} for {second}", {second: both[second]},
-        )  # fmt: skip
-        for words, given in (*told, ("k_scale and v_scale exchanged", both)):
-            yield variant_of(context, words, with_weights(partial(_as_one_is, given)))
-        for name, words in ((first, "key"), (second, "value")):
-            ratio = float(both[name].values(torch.float64)) / float(
-                held[name].values(torch.float64)
-            )
-            yield _read_by(context, words, ratio, f"{words}s read by the scale of the other side")
     for name, weight in held.items():
         scale = weight.values(torch.float32)
         for words, made in (
             (f"1 in place of {name}", torch.ones_like(scale)),
             (f"the reciprocal of {name}", scale.reciprocal()),
         ):
-            given = {name: Weight(value=made)}
-            yield variant_of(context, words, with_weights(partial(_as_one_is, given)))
+            yield _cached_by(context, words, {name: Weight(value=made)})
         side = "key" if name.endswith("k_scale") else "value"
-        yield _read_by(context, side, 1 / float(scale), f"{side}s read without their scale")
+        yield _read_by(context, (side, name), torch.ones(()), f"{side}s read without their scale")
+        for second, another in held.items():
+            if second != name:
+                yield _cached_by(context, f"{second} for {name}", {name: another})
+                read = another.values(torch.float32)
+                yield _read_by(context, (side, name), read, f"{side}s written by {name}, read by"
+                               f" {second},")  # fmt: skip
+    if len(held) > 1:
+        exchanged = dict(zip(held, reversed(held.values()), strict=True))
+        yield _cached_by(context, "k_scale and v_scale exchanged", exchanged)
     ones = {name: Weight(value=torch.ones(())) for name in held}
-    yield variant_of(context, "1 in place of both scales", with_weights(partial(_as_one_is, ones)))
+    yield _cached_by(context, "1 in place of both scales", ones)
     yield variant_of(context, "rows that were never quantised", with_facts(context, _unrounded))
     for other in others_of(context):
         if other.component.kind == "traced.cache" and _layers_apart(context, other) <= _NEAR:
             given = dict(zip(held, other.weights.values(), strict=True))
-            words = f"the scales of {other.name}"
-            yield variant_of(context, words, with_weights(partial(_as_one_is, given)))
+            yield _cached_by(context, f"the scales of {other.name}", given)
+
+
+def _cached_by(context: ComponentContext, words: str, given: Mapping[str, Weight]) -> FaultVariant:
+    return variant_of(context, words, with_weights(partial(_as_one_is, given)))
 
 
 def _unrounded(facts: Any) -> Any:
     return replace(facts, numerics=facts.numerics.with_switches(cache_quantised=False))
 
 
-def _read_by(context: ComponentContext, side: str, ratio: float, words: str) -> FaultVariant:
-    def change(_inputs: Tensors, outputs: Tensors) -> Tensors:
-        made = outputs[side].double() * ratio
-        return {**outputs, side: made.to(outputs[side].dtype)}
+def _read_by(
+    context: ComponentContext, place: tuple[str, str], read: Tensor, words: str
+) -> FaultVariant:
+    """Write new rows by their own scale, and read them by another; earlier ones were read so."""
+    side, name = place
+    facts, own = traced_facts(context), context.weights[name].values(torch.float32).reshape(())
+    quantiser = InputQuantiser(facts.config.cache, own)
 
-    return variant_of(context, words, with_outputs(change), ratio=ratio)
+    def change(inputs: Tensors, outputs: Tensors) -> Tensors:
+        made = []
+        sequences = by_sequence(facts.traced, inputs)
+        for (given, _), span in zip(sequences, spans_of(inputs), strict=True):
+            rows = given[side].double()
+            codes = quantiser.codes(rows[-span.count :])
+            codes[BLOCK_SCALE] = torch.full_like(codes[BLOCK_SCALE], float(read))
+            made += [rows[: -span.count], quantiser.values(codes)]
+        return {**outputs, side: torch.cat(made).to(outputs[side].dtype)}
+
+    return variant_of(context, words, with_outputs(change), scale=float(read))
 
 
 TRACED_INPUT_FAULTS = (
