@@ -156,11 +156,16 @@ def _graph(text: str, dtype: str) -> Graph:
     return cut(trace(config, _DTYPES[dtype]), again)
 
 
+def _number_of(stated: dict[str, Any]) -> Any:
+    """Return a number that JSON lacks, as transformers 5 spells it: {"__float__": "Infinity"}."""
+    return float(stated["__float__"]) if {*stated} == {"__float__"} else stated
+
+
 def transformers_config(text: str) -> Any:
     """Return transformers' own config of a config.json; a checkpoint's code is never run."""
     from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415  heavy
 
-    raw = json.loads(text)
+    raw = json.loads(text, object_hook=_number_of)
     kind, code = raw.pop("model_type", None), raw.pop("auto_map", None)
     if kind not in CONFIG_MAPPING:
         expected = "an architecture of transformers"

@@ -284,7 +284,7 @@ def derived_loader(checkpoint: Checkpoint, engine: str, ranks: Ranks) -> LoaderM
 
     engines = {
         "transformers": DerivedEngine("transformers"),
-        "vllm": DerivedEngine("vllm", PACKED, ("w2", "w13")),
+        "vllm": DerivedEngine("vllm", PACKED, ("w13", "w2")),
     }
     if engine not in engines:
         raise UnknownName.among("loader map", engine, engines)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"\blayers\.(\d{1,9})\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_SECOND = re.compile(r"down|w2$|output")  # transformers' names of the matrix that comes second
 _STACKED = "*"  # in a pattern of transformers: the number of an expert
 
 
@@ -56,13 +57,13 @@ _STACKED = "*"  # in a pattern of transformers: the number of an expert
 class DerivedEngine:
     """How an engine names and fuses the modules of a model.
 
-    `packed`: the parts of each fused module, in order. `stacks`: names of the stacks of experts;
-    empty where they are those of transformers.
+    `packed`: the parts of each fused module, in order. `stacks`: names of the stacks of experts'
+    first and second matrices; None where they are those of transformers.
     """
 
     name: str
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    stacks: tuple[str, ...] = ()
+    stacks: tuple[str, str] | None = None
 
 
 class _Module(NamedTuple):
@@ -285,8 +286,10 @@ class _Deriving:
         if module.expert is not None:
             stack = module.parameter.removesuffix(".weight")
             if self._engine.stacks:
-                parent = stack.rpartition(".")[0]
-                stack = f"{parent}.{self._engine.stacks[module.slots - 1]}"
+                parent, _, leaf = stack.rpartition(".")
+                first, second = self._engine.stacks
+                # Experts without a gate have one matrix in each of both stacks.
+                stack = f"{parent}.{second if _SECOND.match(leaf) else first}"
             tail = suffix.replace(".", "_", 1)
             plain = part is PartKind.VALUE and not self._engine.stacks
             target = stack if plain else f"{stack}{tail}"

@@ -38,13 +38,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("transformers")
 
 _SLOW = pytest.mark.slow
-# Their saved config has an infinity that transformers spells in a way of its own.
-_INFINITE = {"nemotron_h", "granitemoehybrid", "falcon_h1"}
 _ENGINES = ("vllm", "transformers")
 _NAMES = [
     pytest.param(name, marks=() if name in (*QUICK, "mixtral", "phi3") else _SLOW)
     for name in ARCHITECTURES
-    if name not in _INFINITE
 ]
 
 
@@ -83,7 +80,6 @@ _EXPORTS = [
     pytest.param("modelopt", "llama", "FP8_DEFAULT_CFG", marks=_SLOW),
     pytest.param("modelopt", "llama", "FP8_PER_CHANNEL_PER_TOKEN_CFG", marks=_SLOW),
     pytest.param("modelopt", "qwen3", "W4A16_NVFP4_CFG", marks=_SLOW),
-    pytest.param("modelopt", "qwen3", "NVFP4_AWQ_LITE_CFG", marks=_SLOW),
     pytest.param("compressed", "v3", "NVFP4", marks=_SLOW),
 ]
 
