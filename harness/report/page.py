@@ -22,7 +22,7 @@ from typing import Any
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnreadableFile
 from degarble.harness.base.version import VERSION
 from degarble.harness.report.blocks import BLOCKS, Block
-from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
+from degarble.harness.report.verdict import LATER, SCHEMA, Origin, Verdict
 
 # --------------------------------------------------------------------------------------------------
 # Record of the report page of one checkpoint: subject, provenance, verdict, findings, panels.
@@ -245,16 +245,24 @@ def _read_record(record: Any, plain: object, path: str, depth: int) -> Any:
         raise _refuse(path, plain, "an object")
     kinds = _field_types(record)
     given = set(plain) - {"block"}
-    if given != set(kinds):
+    if given - set(kinds) or set(kinds) - given - _later_fields(record):
         odd = sorted(str(name) for name in given ^ set(kinds))
         raise _refuse(path, odd, f"exactly the fields {', '.join(kinds)}")
     values = {
-        name: _read(kind, plain[name], f"{path}.{name}", depth + 1) for name, kind in kinds.items()
+        name: _read(kind, plain[name], f"{path}.{name}", depth + 1)
+        for name, kind in kinds.items()
+        if name in given
     }
     try:
         return record(**values)
     except DegarbleError as error:
         raise UnreadableFile(path, error.value, error.expectation, error.remedy) from error
+
+
+@cache
+def _later_fields(record: Any) -> set[str]:
+    """Return the fields that older pages lack."""
+    return {f.name for f in fields(record) if f.metadata.get(LATER)}
 
 
 @cache

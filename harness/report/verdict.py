@@ -56,12 +56,23 @@ SEVERITY = (
 )
 
 
+LATER = "later"  # marks a field that pages of the first version lack
+
+
+class AnswerLevel(StrEnum):
+    """How much is known of the cause at an origin."""
+
+    NAMED = "named"  # a known fault reproduces the outputs
+    DESCRIBED = "described"  # recovered operands predict them
+    PLACED = "placed"  # the component alone
+
+
 @dataclass(frozen=True)
 class Origin:
     """The place that added a difference. The fields are the keys of `origins` in `--json`.
 
-    `difference` and `budget` are relative L2; `confidence` is the share of the differing data that
-    the named fault reproduces, 0 where no fault is named.
+    `difference` and `budget` are relative L2; `confidence` is the share of the outputs that the
+    named fault or the description reproduces, 0 where the component is known alone.
     """
 
     layer: int | None
@@ -75,3 +86,6 @@ class Origin:
     confidence: float = 0.0
     evidence: str = ""
     reproducer: str = ""
+    level: AnswerLevel = field(default=AnswerLevel.PLACED, metadata={LATER: True})
+    # What was recovered, row by row.
+    changes: tuple[str, ...] = field(default=(), metadata={LATER: True})

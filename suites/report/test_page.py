@@ -383,7 +383,7 @@ def test_labels_and_values_have_one_number() -> None:
 # The keys of `origins` in the contract of the command line.
 CONTRACT = (
     *("layer", "component", "site", "where", "fault", "cosine", "difference", "budget"),
-    *("confidence", "evidence", "reproducer"),
+    *("confidence", "evidence", "reproducer", "level", "changes"),
 )
 
 

@@ -37,6 +37,7 @@ from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.replay_record import PromptTexts, TextRecord
+from degarble.harness.report.verdict import AnswerLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.judged_run import Looked
     from degarble.harness.engine.localise.recorded_run import RecordedRun
+    from degarble.harness.engine.recover.described import Described
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.report.verdict import Verdict
@@ -188,10 +190,21 @@ class DiagnosedOrigin:
     dump_next: tuple[str, ...] = ()  # components whose results would place it closer
 
     @property
+    def level(self) -> AnswerLevel:
+        """Return how much is known of the cause."""
+        if self.diagnosed is not None and self.diagnosed.named:
+            return AnswerLevel.NAMED
+        return AnswerLevel.PLACED if self._described is None else AnswerLevel.DESCRIBED
+
+    @property
+    def _described(self) -> Described | None:
+        return None if self.diagnosed is None else self.diagnosed.described
+
+    @property
     def cause(self) -> str:
-        """Return the fault as text."""
+        """Return the cause as text: of the fault, or of what the component computed with."""
         if self.diagnosed is None or not self.diagnosed.named:
-            return UNNAMED
+            return self._described.sentence if self._described is not None else UNNAMED
         return " and ".join(fault.title for fault in self.diagnosed.named[0].faults)
 
     @property
@@ -199,6 +212,8 @@ class DiagnosedOrigin:
         """Return what to do about it."""
         if self.diagnosed is not None and self.diagnosed.named:
             return " ".join(fault.remedy for fault in self.diagnosed.named[0].faults)
+        if self._described is not None:
+            return self._described.remedy
         if self.stretch:
             return (
                 f"It is one of {len(self.stretch)} components, recorded at their ends alone. To"

@@ -178,11 +178,17 @@ def origin_of(origin: DiagnosedOrigin) -> Origin:
     discrepancy, named = origin.discrepancy, None
     if origin.diagnosed is not None and origin.diagnosed.named:
         named = origin.diagnosed.named[0]
+    described = None if origin.diagnosed is None else origin.diagnosed.described
     layer, role = _layer_and_role(discrepancy.component)
     cosine, difference, budget = _measured(discrepancy)
     where = dict(discrepancy.where)
     if named is not None:
         where |= {key: each for key, each in named.variant.where.items() if key not in where}
+    reproduced, evidence = 0.0, discrepancy.sentence
+    if named is not None:
+        reproduced, evidence = named.reproduced, named.evidence
+    elif described is not None:
+        reproduced, evidence = described.fit.within, described.evidence
     return Origin(
         layer,
         role,
@@ -192,9 +198,11 @@ def origin_of(origin: DiagnosedOrigin) -> Origin:
         cosine,
         difference,
         budget,
-        0.0 if named is None else named.reproduced,
-        discrepancy.sentence if named is None else named.evidence,
+        reproduced,
+        evidence,
         origin.reproducer,
+        origin.level,
+        () if described is None else described.table,
     )
 
 
@@ -203,6 +211,8 @@ def _finding(diagnosed_origin: DiagnosedOrigin) -> PageFinding:
     notes = []
     if told is not None and told.named and told.named[0].alternatives:
         notes.append(f"Equally well explained by {', '.join(told.named[0].alternatives)}.")
+    if told is not None and told.described is not None:
+        notes.append("; ".join(told.described.table))
     if told is not None and not told.named:
         near = ", ".join(excluded.fault for excluded in told.excluded[:_NEAREST])
         notes.append(f"{told.tried:,} variants were tried{f'; nearest: {near}' if near else ''}.")

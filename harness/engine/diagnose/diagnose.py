@@ -40,6 +40,7 @@ from degarble.harness.engine.faults.regions import flat
 from degarble.harness.engine.faults.registry import faults_for
 from degarble.harness.engine.faults.traced.inputs import taken_anew
 from degarble.harness.engine.faults.weight_faults import remembering
+from degarble.harness.engine.recover.described import describe
 from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.diagnose.trial import Measure, Sample
     from degarble.harness.engine.faults.model_faults import ComponentContext, ModelFault
+    from degarble.harness.engine.recover.described import Described
 
 
 # --------------------------------------------------------------------------------------------------
@@ -232,13 +234,17 @@ class Excluded:
 
 @dataclass(frozen=True, eq=False)
 class Diagnosed:
-    """The diagnosis of one discrepancy; causes are ranked, and none means no known fault."""
+    """The diagnosis of one discrepancy; causes are ranked, and none means no known fault.
+
+    Where none is named, what the component computed with may be described all the same.
+    """
 
     named: tuple[NamedFault, ...]
     excluded: tuple[Excluded, ...]
     tried: int
     sentence: str
     like: str = ""  # the component whose cause was tried first, and holds here as well
+    described: Described | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,9 +304,17 @@ def diagnose(
             named = _proved(context, calls, main, _in_sums(context, main, trials), IN_SUMS)
         if not named and context.component.kind:
             named = _by_other_conventions(context, apart, steady)
+        described = None if named else describe(context, [main, *_but(calls, main)])
     excluded = _excluded(trials, named)
     tried = sum(not trial.uncut for trial in trials) + len(pairs)
-    return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
+    sentence = _sentence(named, excluded, len(sitting), tried)
+    if described is not None:
+        sentence = f"{described.evidence} {sentence}"
+    return Diagnosed(named, excluded, tried, sentence, described=described)
+
+
+def _but(calls: Sequence[CallRecord], main: CallRecord) -> list[CallRecord]:
+    return [call for call in calls if call is not main]
 
 
 def _has_the_twins_form(record: CallRecord) -> bool:
@@ -598,7 +612,7 @@ def _on_every_call(
 ) -> VariantFit | None:
     """Return the worst proof over all calls; None where one of them is not explained."""
     worst: VariantFit | None = None
-    for record in (main, *(call for call in calls if call is not main)):
+    for record in (main, *_but(calls, main)):
         fit = _explained(context, record, variant)
         # Joined calls: a budget over all rows may fail where each call alone is explained.
         if fit is None and len(record.rows) > 1:

@@ -1,0 +1,326 @@
+"""Describe a cause that no known fault is: recover what was computed, and predict with it.
+
+What is recovered becomes a variant of the component like a known fault's, and is held to the same
+proof on every row of every call; rows that were not fitted are among them. So a description is said
+only if it predicts what it was not made from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import DegarbleError
+from degarble.harness.engine.budget.budget import HEADROOM, spacing
+from degarble.harness.engine.budget.roles import budgets_of
+from degarble.harness.engine.budget.rules import JudgeableCall
+from degarble.harness.engine.diagnose.trial import make, proof
+from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs, with_weights
+from degarble.harness.engine.faults.regions import full_name
+from degarble.harness.engine.faults.weight_faults import numbers_of
+from degarble.harness.engine.recover.maps import Sides, as_matrix, maps_of, moved
+from degarble.harness.engine.recover.products import views_of
+from degarble.harness.engine.recover.weights import (
+    CopiedRow,
+    Element,
+    RecoveredWeight,
+    RowGain,
+    ScaleChange,
+    as_used,
+    recovered_weight,
+)
+from degarble.harness.report.number_text import number, share
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.engine.diagnose.trial import VariantFit
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
+    from degarble.harness.engine.recover.maps import OutputMap
+    from degarble.harness.engine.recover.weights import RecoveredRow
+    from degarble.harness.formats.weight import Weight
+
+SHOWN = 8  # rows of a table, weights of a sentence
+FEW_PARTS = 2  # different changes in a sentence
+MOST_SOURCES = 64  # weights of other components among whose rows copies are looked up
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """A recovered cause: the sentence, the table of what differs, its proof."""
+
+    sentence: str
+    remedy: str
+    table: tuple[str, ...]
+    variant: FaultVariant
+    fit: VariantFit
+
+    @property
+    def evidence(self) -> str:
+        """Return what was recovered and how much of the outputs it gives."""
+        return (
+            f"{self.sentence} That gives {share(self.fit.within)} of outputs within budget"
+            f" ({share(self.fit.identical)} to the bit), rows that it was not read off among them."
+        )
+
+
+def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    """Recover what a component computed with; None where nothing that is recovered predicts it.
+
+    The first call is the one that shows most.
+    """
+    if not calls or calls[0].implied:
+        return None
+    return _by_weights(context, calls) or _by_outputs(context, calls)
+
+
+def _predicts(
+    context: ComponentContext, calls: Sequence[CallRecord], variant: FaultVariant
+) -> VariantFit | None:
+    """Return the worst proof of all calls; None where one is not within its budget."""
+    worst: VariantFit | None = None
+    for record in calls:
+        outputs = make(context, record, variant)
+        fit = None if outputs is None else proof(context, record, outputs)
+        if fit is None or fit.ratio > HEADROOM:
+            return None
+        if worst is None or fit.ratio > worst.ratio:
+            worst = fit
+    return worst
+
+
+# ---- weights as they were used -------------------------------------------------------------------
+
+
+def _by_weights(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    found: list[RecoveredWeight] = []
+    used: dict[str, Weight] = {}
+    own = {full_name(context, name): numbers_of(w) for name, w in context.weights.items()}
+    for view in views_of(context, calls[0]):
+        if not bool(view.wrong.any()):
+            continue
+        name, width = full_name(context, view.name), view.numbers.shape[1]
+        sources = {each: numbers for each, numbers in own.items() if _has_width(numbers, width)}
+        elsewhere = islice(_elsewhere(context, width), MOST_SOURCES)
+        recovered = recovered_weight(view, name, sources, elsewhere)
+        if recovered is None:
+            return None
+        rows, sources = recovered[0], dict(recovered[1])
+        found.append(rows)
+        before = used.get(view.name, view.weight)
+        used[view.name] = as_used(before, numbers_of(before).double(), rows, sources)
+    if not found:
+        return None
+    variant = FaultVariant("the weight as it was used", with_weights(used.get))
+    fit = _predicts(context, calls, variant)
+    if fit is None:
+        return None
+    lines = [
+        f"{each.name}, row {row.row}: {_changes(row, each.name)}"
+        for each in found
+        for row in each.rows
+    ]
+    sentence = _sentence(found, len(context.weights))
+    kinds = {type(change) for each in found for row in each.rows for change in row.changes}
+    return Described(sentence, _remedy(kinds), tuple(lines[:SHOWN]), variant, fit)
+
+
+def _has_width(numbers: Tensor, width: int) -> bool:
+    return numbers.ndim == 2 and numbers.shape[1] == width
+
+
+def _elsewhere(context: ComponentContext, width: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights of other components of this width, those of the same role first."""
+    names = [name for name in context.bound.calls if name != context.name]
+    siblings = [sibling for name in names if (sibling := context.sibling(name)) is not None]
+    for sibling in sorted(siblings, key=lambda each: each.role != context.role):
+        for name, weight in sibling.weights.items():
+            if len(weight.shape) == 2 and weight.shape[1] == width:
+                yield full_name(sibling, name), numbers_of(weight)
+
+
+def _sentence(found: Sequence[RecoveredWeight], everything: int) -> str:
+    """Say what follows, weights with the same changes together."""
+    by_words: dict[str, list[str]] = {}
+    for name, rows in _by_name(found).items():
+        by_words.setdefault(_words(name, rows), []).append(name)
+    parts = []
+    for words, names in by_words.items():
+        if len(names) == 1:
+            where = names[0]
+        elif len(names) == everything:
+            where = f"each of its {len(names)} weights"
+        else:
+            where = f"each of {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        parts.append(words.format(weight=where))
+    shown = " and ".join(parts[:FEW_PARTS])
+    more = f", and {len(parts) - FEW_PARTS} weights more are changed" if parts[FEW_PARTS:] else ""
+    return f"The outputs follow if {shown}{more}."
+
+
+def _by_name(found: Sequence[RecoveredWeight]) -> dict[str, list[RecoveredRow]]:
+    """Join what was found in the groups of a weight."""
+    rows: dict[str, list[RecoveredRow]] = {}
+    for each in found:
+        rows.setdefault(each.name, []).extend(each.rows)
+    return rows
+
+
+def _words(name: str, rows: Sequence[RecoveredRow]) -> str:
+    """Describe the changes of one weight, which `{weight}` stands for."""
+    if len(rows) == 1:
+        return f"row {rows[0].row} of {{weight}} {_changes(rows[0], name)}"
+    changes = [change for row in rows for change in row.changes]
+    kinds = Counter(type(change) for change in changes)
+    where = f"{_range(rows)} of {{weight}}"
+    if kinds.keys() == {CopiedRow}:
+        return _copied_words(name, rows) or f"{where} hold the numbers of other rows"
+    alike = {change[:3] if isinstance(change, ScaleChange) else change for change in changes}
+    if len(alike) == 1 and all(len(row.changes) == 1 for row in rows):
+        match changes[0]:
+            case RowGain(factor):
+                what = f"are multiplied by {number(factor, 4)}" if factor else "are left out"
+                return f"{where} {what}"
+            case ScaleChange(begin, end, factor):
+                return (
+                    f"columns {begin} to {end - 1} have {number(factor, 4)} times their scale in"
+                    f" {where}"
+                )
+    words = {
+        Element: "other elements", ScaleChange: "blocks with other scales",
+        CopiedRow: "the numbers of other rows", RowGain: "a factor each",
+    }  # fmt: skip
+    parts = " and ".join(words[kind] for kind in kinds)
+    return f"{where} have {parts}"
+
+
+def _copied_words(name: str, rows: Sequence[RecoveredRow]) -> str:
+    """Say by what rule rows hold the numbers of others of one weight; empty where by none."""
+    copies = [change for row in rows for change in row.changes if isinstance(change, CopiedRow)]
+    sources = {change.source for change in copies}
+    shifts = {change.row - row.row for row, change in zip(rows, copies, strict=True)}
+    first, last = rows[0].row, rows[-1].row
+    run = last - first == len(rows) - 1
+    if len(sources) > 1 or not run:
+        return ""
+    of = "" if sources == {name} else f" of {copies[0].source}"
+    if len(shifts) == 1:
+        by = shifts.pop()
+        return (
+            f"rows {first} to {last} of {{weight}} hold the numbers of rows {first + by} to"
+            f" {last + by}{of}"
+        )
+    places = torch.tensor([change.row for change in copies]) - first
+    if of or not 0 <= int(places.min()) <= int(places.max()) < len(rows):
+        return ""
+    rule = moved(places, "row")
+    return f"among rows {first} to {last} of {{weight}}, {rule}" if rule else ""
+
+
+def _remedy(kinds: set[type]) -> str:
+    if kinds <= {Element}:
+        return (
+            "Compare the weight's bytes in memory with those of the file, and run `degarble audit"
+            " --against` on the file: few other numbers come from damaged storage or memory."
+        )
+    if kinds <= {ScaleChange}:
+        return "Compare the block scales in memory with those of the file: look at the loader."
+    if kinds <= {CopiedRow}:
+        return "Look at how rows are packed, split or addressed: loader, swizzle, tile offsets."
+    return "Compare the weight in memory with the file: look at loader, packer and epilogue."
+
+
+def _range(rows: Sequence[RecoveredRow]) -> str:
+    numbers = [row.row for row in rows]
+    steps = {b - a for a, b in pairwise(numbers)}
+    if steps == {1}:
+        return f"rows {numbers[0]} to {numbers[-1]}"
+    if len(steps) == 1 and len(numbers) > 2:
+        return f"every row {steps.pop()} apart from {numbers[0]} to {numbers[-1]}"
+    listed = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+    return f"{len(numbers)} rows ({listed})"
+
+
+def _changes(row: RecoveredRow, name: str) -> str:
+    parts = []
+    for change in row.changes:
+        match change:
+            case Element():
+                parts.append(f"has {_element_words(change)}")
+            case ScaleChange(begin, end, factor, stored, used):
+                codes = f" (code {stored:#04x} became {used:#04x})" if used is not None else ""
+                where = f"columns {begin} to {end - 1}"
+                parts.append(f"has {number(factor, 4)} times its scale in {where}{codes}")
+            case CopiedRow(source, at):
+                of = "" if source == name else f" of {source}"
+                parts.append(f"holds the numbers of row {at}{of}")
+            case RowGain(factor):
+                parts.append(f"is multiplied by {number(factor, 4)}" if factor else "is left out")
+    several = f", or of {row.others} others that explain it as well" if row.others else ""
+    return f"{' and '.join(parts)}{several}"
+
+
+def _element_words(change: Element) -> str:
+    text = (
+        f"{number(change.used, 4)} in place of {number(change.stored, 4)} in column {change.column}"
+    )
+    if change.used_code is None:
+        return text
+    bits = " and ".join(map(str, change.bits))
+    also = f" or {', '.join(f'{code:#x}' for code in change.as_well)}" if change.as_well else ""
+    return (
+        f"{text} (code {change.stored_code:#x} became {change.used_code:#x}{also}, bit"
+        f"{'s' if len(change.bits) > 1 else ''} {bits})"
+    )
+
+
+# ---- what was done to the right outputs ----------------------------------------------------------
+
+
+def _by_outputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    for sides in _sides(context, calls[0]):
+        for found in maps_of(sides):
+            variant = FaultVariant(found.words, with_outputs(_mapped(found)))
+            fit = _predicts(context, calls, variant)
+            if fit is not None:
+                what = "" if found.output == "out" else f" of {found.output}"
+                sentence = f"The outputs{what} are the right ones in which {found.words}."
+                remedy = (
+                    "Look at how results are stored: epilogue, offsets of rows and tiles, casts."
+                )
+                return Described(sentence, remedy, (), variant, fit)
+    return None
+
+
+def _mapped(found: OutputMap) -> Callable[..., Mapping[str, Tensor]]:
+    def apply(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        right = outputs[found.output]
+        made = found.apply(as_matrix(right)).reshape(right.shape).to(right.dtype)
+        return {**outputs, found.output: made}
+
+    return apply
+
+
+def _sides(context: ComponentContext, record: CallRecord) -> Iterator[Sides]:
+    """Yield the outputs of numbers that differ, with what they may."""
+    call = JudgeableCall.from_twin(context.bound, context.name, record.inputs, record.expected)
+    try:
+        budgets = budgets_of(call)
+    except DegarbleError:
+        return
+    for name, right in record.expected.items():
+        seen, budget = record.outputs.get(name), budgets.get(name)
+        if seen is None or budget is None or seen.shape != right.shape or right.ndim < 2:
+            continue
+        if not right.dtype.is_floating_point or right.dtype.itemsize == 1:
+            continue
+        slack = as_matrix(budget.slack.double().expand(right.shape))
+        size = torch.maximum(as_matrix(seen).nan_to_num(0, 0, 0).abs(), as_matrix(right).abs())
+        allowed = slack + torch.from_numpy(spacing((size + slack).numpy(), budget.output))
+        yield Sides(name, as_matrix(seen), as_matrix(right), allowed)

@@ -1,0 +1,269 @@
+"""Recover what was done to the right outputs: rows or columns moved, numbers clamped or cut.
+
+Needs no weights, so it holds for every component. A map is read off a part of the elements and has
+to give the others: rows are matched by every other column, columns by every other row, and numbers
+of a map of single elements come from every other row.
+
+Shape letters: T rows, F columns of an output viewed as a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.engine.faults.regions import box, flat
+from degarble.harness.report.number_text import number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Function = Callable[["Tensor"], "Tensor"]
+MOST_MOVED = 1 << 12  # rows, or columns, that are matched
+MOST_BITS = 6  # of a mantissa that is cut
+FEWEST_CLAMPED = 3  # elements at one bound
+FEWEST_FILLED = 16  # elements of a part that holds one number
+FACTOR_ERRORS = 8.0  # standard errors within which factors of columns are one
+LARGE = 0.5  # of the largest magnitude, at least, for a bound that clamps
+_ROUNDING = 2.0**-7
+
+
+class OutputMap(NamedTuple):
+    """What was done to one output, in words, and as a function of the right output [T, F]."""
+
+    output: str
+    words: str
+    apply: Function
+
+
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """One output of a call: what was returned, what should have been, and what may differ."""
+
+    output: str
+    seen: Tensor  # [T, F] of float64
+    right: Tensor  # [T, F] of float64
+    allowed: Tensor  # [T, F]
+
+    def equal(self, one: Tensor, other: Tensor, allowed: Tensor) -> Tensor:
+        """Mark numbers that are as near as roundings leave them."""
+        size = torch.maximum(one.abs(), other.abs())
+        return (one - other).abs() <= torch.maximum(allowed, _ROUNDING * size)
+
+
+def maps_of(sides: Sides) -> Iterator[OutputMap]:
+    """Yield maps that give what was seen where they were read off; the caller proves them."""
+    if not bool(sides.seen.isfinite().all()):
+        return
+    for propose in (_filled, _gains, _moved_rows, _moved_columns, _clamped, _cut, _signs):
+        found = propose(sides)
+        if found is not None:
+            yield found
+
+
+# ---- rows and columns in other places ------------------------------------------------------------
+
+
+def _moved_rows(sides: Sides) -> OutputMap | None:
+    places = _places(sides, sides.seen, sides.right)
+    if places is None:
+        return None
+    words = moved(places, "row")
+    return OutputMap(sides.output, words, lambda right: _taken(right, places, 0)) if words else None
+
+
+def _moved_columns(sides: Sides) -> OutputMap | None:
+    turned = Sides(sides.output, sides.seen.T, sides.right.T, sides.allowed.T)
+    places = _places(turned, turned.seen, turned.right)
+    if places is None:
+        return None
+    words = moved(places, "column")
+    return OutputMap(sides.output, words, lambda right: _taken(right, places, 1)) if words else None
+
+
+def _taken(right: Tensor, places: Tensor, dim: int) -> Tensor:
+    if right.shape[dim] != len(places):
+        return right  # a call of another extent: the map says nothing about it
+    return right.index_select(dim, places)
+
+
+def _places(sides: Sides, seen: Tensor, right: Tensor) -> Tensor | None:
+    """Return, for each line, the line whose numbers it holds; None where one holds no line's."""
+    count, width = seen.shape
+    wrong = ~sides.equal(seen, right, sides.allowed).all(1)
+    if not 1 < int(wrong.sum()) <= MOST_MOVED or count > MOST_MOVED or width < 4:
+        return None
+    places = torch.arange(count)
+    half = slice(0, None, 2)
+    for line in wrong.nonzero().flatten().tolist():
+        same = sides.equal(
+            seen[line, half], right[:, half], sides.allowed[line, half].expand(count, -1)
+        ).all(1)
+        same[line] = False
+        found = same.nonzero().flatten()
+        if not len(found) or not bool(right[found[0]].any()):
+            return None
+        places[line] = found[(found - line).abs().argmin()]
+    return places
+
+
+def moved(places: Tensor, kind: str) -> str:
+    """Say by what rule lines moved; empty where there is none: a table is no description."""
+    count = len(places)
+    own = torch.arange(count)
+    moved = (places != own).nonzero().flatten()
+    begin, end = int(moved[0]), int(moved[-1])
+    shifts = (places - own)[moved].unique().tolist()
+    where = f"{kind}s {begin} to {end}" if len(moved) < count else f"all {kind}s"
+    if len(shifts) == 1:
+        by = shifts[0]
+        side = "before" if by < 0 else "after"
+        return f"{where} hold the numbers of the {kind} {abs(by)} {side} them"
+    around = ((places - own)[moved] % count).unique().tolist()
+    if len(around) == 1:
+        return f"{kind}s are rotated by {around[0]}"
+    if bool((places[begin : end + 1] == own[begin : end + 1].flip(0)).all()):
+        return f"{where} are reversed"
+    for step in range(1, count // 2 + 1):
+        if bool(((own ^ step) == places)[moved].all()):
+            return f"{where} are exchanged with those {step} beside them"
+    sources = places[moved].unique()
+    if len(sources) == 1:
+        return f"{where} hold the numbers of {kind} {int(sources[0])}"
+    for wide in (n for n in range(2, count // 2 + 1) if count % n == 0):
+        if torch.equal(own.reshape(wide, -1).T.reshape(-1), places):
+            return f"{kind}s are transposed as {wide} by {count // wide}"
+    return ""
+
+
+# ---- parts that hold one number, or have a factor ------------------------------------------------
+
+
+def _filled(sides: Sides) -> OutputMap | None:
+    """Find a part, rows by columns, that holds one number: it was never written."""
+    wrong = ~sides.equal(sides.seen, sides.right, sides.allowed)
+    if int(wrong.sum()) < FEWEST_FILLED:
+        return None
+    part = box(wrong)
+    held = sides.seen[part.index]
+    value = float(held[0, 0]) + 0.0  # minus zero is told as zero
+    if not bool((held == value).all()):
+        return None
+    (top, bottom), (left, right) = part.rows, part.columns
+    count, width = sides.seen.shape
+    rows = "" if (top, bottom) == (0, count) else f"rows {top} to {bottom - 1}"
+    columns = "" if (left, right) == (0, width) else f"columns {left} to {right - 1}"
+    where = ", ".join(each for each in (rows, columns) if each) or "all numbers"
+    shape = sides.seen.shape
+
+    def filled(x: Tensor) -> Tensor:
+        made = x.clone()
+        if rows and x.shape != shape:
+            return made  # a call of other rows: the part says nothing about it
+        made[part.index if rows else (slice(None), slice(left, right))] = value
+        return made
+
+    return OutputMap(sides.output, f"{where} hold {number(value, 4)}", filled)
+
+
+def _gains(sides: Sides) -> OutputMap | None:
+    """Find factors of columns, one or a few, that hold in every row."""
+    fitted = slice(0, None, 2)
+    seen, right = sides.seen[fitted], sides.right[fitted]
+    weigh = 1 / torch.maximum(sides.allowed[fitted], _ROUNDING * seen.abs()).clamp(min=1e-300)
+    along = (right * weigh).square().sum(0)
+    factors = (seen * right * weigh.square()).sum(0) / along.clamp(min=1e-300)
+    wrong = ~sides.equal(sides.seen, sides.right, sides.allowed).all(0)
+    if not bool(wrong.any()) or bool((along[wrong] <= 0).any()):
+        return None
+    slack = FACTOR_ERRORS / along.sqrt().clamp(min=1e-300)
+    mean = float((factors * along)[wrong].sum() / along[wrong].sum())
+    if not bool(((factors - mean).abs() <= slack)[wrong].all()):
+        return None
+    mean = _simplest(mean, FACTOR_ERRORS / float(along[wrong].sum().sqrt()))
+    own = torch.where(wrong, mean, 1.0)
+    columns = wrong.nonzero().flatten()
+    begin, end = int(columns[0]), int(columns[-1])
+    whole = len(columns) == end - begin + 1
+    few = ", ".join(map(str, columns[:8].tolist()))
+    where = f"columns {begin} to {end}" if whole else f"{len(columns)} columns ({few}, ...)"
+    where = "all numbers" if len(columns) == len(wrong) else where
+    words = f"{where} are multiplied by {number(mean, 4)}"
+    return OutputMap(sides.output, words, lambda x: x * own)
+
+
+def _simplest(factor: float, slack: float) -> float:
+    """Return the number of fewest digits that is as near as a factor is known."""
+    shown = (float(f"{factor:.{digits}g}") for digits in range(1, 8))
+    return next((each for each in shown if abs(each - factor) <= slack), factor)
+
+
+# ---- numbers of single elements ------------------------------------------------------------------
+
+
+def _clamped(sides: Sides) -> OutputMap | None:
+    """Find a bound that magnitudes do not exceed, though right ones do."""
+    fitted = slice(0, None, 2)
+    high, low = float(sides.seen[fitted].max()), float(sides.seen[fitted].min())
+    right = sides.right[fitted]
+    above, below = int((right > high).sum()), int((right < low).sum())
+    largest = float(right.abs().amax())
+    if above + below < FEWEST_CLAMPED or max(abs(high), abs(low)) < LARGE**6 * largest:
+        return None
+    if not above:
+        return _clamp(sides.output, low, torch.inf, f"numbers are not below {low:.4g}")
+    if not below:
+        return _clamp(sides.output, -torch.inf, high, f"numbers are not above {high:.4g}")
+    return _clamp(sides.output, low, high, f"numbers are clamped to {low:.4g} and {high:.4g}")
+
+
+def _clamp(output: str, low: float, high: float, words: str) -> OutputMap:
+    return OutputMap(output, words, lambda right: right.clamp(low, high))
+
+
+def _cut(sides: Sides) -> OutputMap | None:
+    """Find a mantissa of few bits to which numbers were rounded, or cut."""
+    seen = sides.seen
+    for bits in range(MOST_BITS, -1, -1):
+        if not torch.equal(_rounded(seen, bits, torch.trunc), seen):
+            continue
+        for rounding, words in ((torch.round, "rounded"), (torch.trunc, "cut")):
+            near = _rounded(sides.right, bits, rounding)
+            step = torch.where(seen == 0, 0.0, 2.0 ** (torch.frexp(seen)[1] - 1 - bits))
+            # Right numbers are rounded already; beside a border of the cut either side is theirs.
+            if float(((near - seen).abs() > step * 1.001).double().mean()) == 0.0:
+                text = f"numbers are {words} to {bits} bits of a mantissa"
+                return OutputMap(
+                    sides.output, text, partial(_rounded, bits=bits, rounding=rounding)
+                )
+    return None
+
+
+def _rounded(x: Tensor, bits: int, rounding: Function) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    scaled = rounding(mantissa * 2.0 ** (bits + 1))
+    return torch.ldexp(scaled, exponent - bits - 1)
+
+
+def _signs(sides: Sides) -> OutputMap | None:
+    """Find signs that were lost, or negative numbers that became 0."""
+    fitted = slice(0, None, 2)
+    seen, right = sides.seen[fitted], sides.right[fitted]
+    allowed = sides.allowed[fitted]
+    pairs: tuple[tuple[str, Function], ...] = (
+        ("signs are lost", torch.abs), ("negative numbers are 0", torch.relu),
+        ("signs are turned", torch.neg),
+    )  # fmt: skip
+    for words, function in pairs:
+        if bool(sides.equal(seen, function(right), allowed).all()):
+            return OutputMap(sides.output, words, function)
+    return None
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """View an output as a matrix of float64."""
+    return flat(x).double()

@@ -1,0 +1,156 @@
+"""View a component as products: which rows of inputs meet which weight, in which outputs.
+
+Linears and routed experts are linear in each of their weights. A view holds the inputs as they are
+multiplied, the weight's numbers, what came out and what should have, and how far a healthy kernel
+may be off. Where the twin's outputs are not that product (a gain, another sum) there is no view.
+
+Shape letters: T rows of a view, N rows of a weight, K columns of a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import DegarbleError
+from degarble.harness.engine.budget.budget import spacing
+from degarble.harness.engine.budget.roles import budgets_of
+from degarble.harness.engine.budget.rules import JudgeableCall
+from degarble.harness.engine.faults.regions import expert_of, extents, matrices
+from degarble.harness.engine.faults.weight_faults import numbers_of
+from degarble.references.linears import CODES, X, activation_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
+    from degarble.harness.formats.number_formats import ElementFormat
+    from degarble.harness.formats.weight import Weight
+
+OUT = "out"
+EXPERTS = "experts"
+FEWEST_ROWS = 4  # of a view: fewer cannot tell one cause from another
+MOST_ROWS = 256
+
+
+@dataclass(frozen=True, eq=False)
+class ProductView:
+    """One weight of a component as a product; grouped ones are a view for each group of rows."""
+
+    name: str
+    weight: Weight
+    # All of float64.
+    x: Tensor  # [T, K]
+    numbers: Tensor  # [N, K]
+    seen: Tensor  # [T, N], what the candidate returned
+    product: Tensor  # [T, N], not rounded
+    allowed: Tensor  # [T, N], how far a healthy kernel may be off
+    first_row: int = 0  # of the weight
+
+    @property
+    def wrong(self) -> Tensor:
+        """Mark outputs beyond what a healthy kernel may return."""
+        beyond = (self.seen - self.product).abs() > self.allowed
+        return beyond | ~self.seen.isfinite()
+
+    def of_rows(self, rows_T: Tensor) -> ProductView:
+        """Keep some rows."""
+        parts = (self.x, self.seen, self.product, self.allowed)
+        x, seen, product, allowed = (part[rows_T] for part in parts)
+        return ProductView(
+            self.name, self.weight, x, self.numbers, seen, product, allowed, self.first_row
+        )
+
+
+def views_of(context: ComponentContext, record: CallRecord) -> Iterator[ProductView]:
+    """Yield the component's products, where it is linear in its weights and rows are enough."""
+    if X not in record.inputs and CODES not in record.inputs:
+        return
+    call = JudgeableCall.from_twin(context.bound, context.name, record.inputs, record.expected)
+    try:
+        budgets = budgets_of(call)
+    except DegarbleError:
+        return
+    x = activation_values(call.inputs, call.activation, torch.float64)
+    for name, output, rows, columns, inputs in _places(context, record, x):
+        seen, expected = record.outputs.get(output), record.expected[output]
+        if seen is None or output not in budgets or not _is_comparable(seen, expected):
+            continue
+        slack = budgets[output].slack.double().expand(expected.shape)
+        cut = [each.double().flatten(0, -2)[rows][:, columns] for each in (seen, expected, slack)]
+        weight = context.weights[name]
+        yield from _in_groups(
+            name, weight, numbers_of(weight).double(), inputs, cut, budgets[output].output
+        )
+
+
+def _in_groups(
+    name: str,
+    weight: Weight,
+    w_NK: Tensor,
+    inputs: Tensor,
+    cut: Sequence[Tensor],
+    stored: ElementFormat,
+) -> Iterator[ProductView]:
+    """Yield the view of a weight, or of each group of its rows that has inputs of its own."""
+    seen, expected, slack = cut
+    groups = inputs.shape[1] // w_NK.shape[-1] if w_NK.ndim == 2 and w_NK.numel() else 0
+    fits = groups and inputs.shape[1] == groups * w_NK.shape[1] and w_NK.shape[0] % groups == 0
+    if len(seen) < FEWEST_ROWS or not fits or seen.shape[1] != w_NK.shape[0]:
+        return
+    high, wide = w_NK.shape[0] // groups, w_NK.shape[1]
+    for number in range(groups):
+        x = inputs[:, number * wide : (number + 1) * wide]
+        rows = slice(number * high, (number + 1) * high)
+        product = x @ w_NK[rows].T
+        # A kernel rounds what it computed, which may be larger than what it should have been.
+        size = torch.maximum(seen[:, rows].nan_to_num(0, 0, 0).abs(), product.abs())
+        size += slack[:, rows]
+        allowed = slack[:, rows] + torch.from_numpy(spacing(size.numpy(), stored))
+        if bool(((product - expected[:, rows]).abs() <= allowed).all()):
+            yield _most_telling(
+                ProductView(name, weight, x, w_NK, seen[:, rows], product, allowed, rows.start)
+            )
+
+
+def _is_comparable(seen: Tensor, expected: Tensor) -> bool:
+    numbers = seen.dtype.is_floating_point and seen.dtype.itemsize > 1
+    return numbers and seen.shape == expected.shape and seen.ndim > 1
+
+
+def _places(
+    context: ComponentContext, record: CallRecord, x: Tensor
+) -> Iterator[tuple[str, str, Tensor, slice, Tensor]]:
+    """Yield a weight, its output, its rows and columns there, and the inputs of these rows."""
+    rows = x.flatten(0, -2)
+    for extent in extents(context, record):
+        if len(rows) == record.expected[extent.output].flatten(0, -2).shape[0]:
+            columns = slice(extent.begin, extent.end)
+            yield extent.name, extent.output, torch.arange(len(rows)), columns, rows
+    if EXPERTS not in record.inputs or not context.role.startswith("ffn.experts.w"):
+        return
+    slots = record.inputs[EXPERTS].flatten()
+    each = len(slots) // len(rows) if len(rows) else 0
+    if each * len(rows) != len(slots):
+        return
+    of_slot = torch.arange(len(slots)) // max(each, 1)
+    for number in slots[slots >= 0].unique().tolist():
+        own = (slots == number).nonzero().flatten()
+        begin = 0
+        for name in matrices(context):
+            if expert_of(name) == number:
+                end = begin + context.weights[name].shape[0]
+                yield name, OUT, own, slice(begin, end), rows[of_slot[own]]
+                begin = end
+
+
+def _most_telling(view: ProductView) -> ProductView:
+    """Keep the rows with most wrong outputs, in their order, where there are very many."""
+    if len(view.x) <= MOST_ROWS:
+        return view
+    kept = view.wrong.sum(1).topk(MOST_ROWS).indices.sort().values
+    return view.of_rows(kept)

@@ -1,0 +1,470 @@
+"""Recover which numbers of a weight a kernel multiplied, from its inputs and wrong outputs.
+
+Each wrong column of a product is one row of the weight. Hypotheses are solved for on half of the
+rows and have to predict the other half: another row's numbers, a factor on the row, one block with
+another scale, a few elements of other values. A value that a format can hold is told as its code.
+
+Shape letters: T rows of inputs, N rows of a weight, C wrong columns, K elements, B blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.engine.faults.weight_faults import elements, scale_numbers, with_scales
+from degarble.harness.formats.codec import decode_array, pack_nibbles, unpack_nibbles
+from degarble.harness.formats.weight import Weight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.recover.products import ProductView
+    from degarble.harness.formats.number_formats import NumberFormat
+    from degarble.harness.formats.quantise import QuantisedTensor
+
+MOST_COLUMNS = 512  # wrong columns examined at most
+FEW_COLUMNS = 8  # of them that are examined first
+MOST_ELEMENTS = 4  # of a row that are solved for one after the other
+NEAR = 6.0  # standard errors by which a recovered value may miss a code
+ROUNDED = 2.0**-10  # of a value, beside its standard error: what activations are rounded by
+MOST_PAIRED = 512  # elements of which every pair is tried
+_COLLINEAR = 1e-9
+_TINY = 1e-300
+
+
+class Element(NamedTuple):
+    """A number of a row that was another one; codes are None where none fits."""
+
+    column: int
+    stored: float
+    used: float
+    stored_code: int | None = None
+    used_code: int | None = None
+    as_well: tuple[int, ...] = ()  # codes that outputs do not tell from the used one
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """Return the bits in which the codes differ."""
+        if self.stored_code is None or self.used_code is None:
+            return ()
+        changed = self.stored_code ^ self.used_code
+        return tuple(bit for bit in range(changed.bit_length()) if changed >> bit & 1)
+
+
+class ScaleChange(NamedTuple):
+    """A block of a row whose scale was another one; a code is None where no scale fits."""
+
+    begin: int  # columns
+    end: int
+    factor: float
+    stored_code: int | None = None
+    used_code: int | None = None
+
+
+class CopiedRow(NamedTuple):
+    """A row that held the numbers of another row, of this weight or of another one."""
+
+    source: str
+    row: int
+
+
+class RowGain(NamedTuple):
+    """A factor on a whole row; 0 for a row that was left out."""
+
+    factor: float
+
+
+Change = Element | ScaleChange | CopiedRow | RowGain
+
+
+@dataclass(frozen=True)
+class RecoveredRow:
+    """What one row of a weight held when it was multiplied; `others` explain it as well."""
+
+    name: str  # of the weight in the model
+    row: int
+    changes: tuple[Change, ...]
+    others: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class RecoveredWeight:
+    """The rows of one weight that held other numbers."""
+
+    name: str
+    rows: tuple[RecoveredRow, ...]
+
+
+def recovered_weight(
+    view: ProductView,
+    name: str,
+    sources: Mapping[str, Tensor],
+    elsewhere: Iterable[tuple[str, Tensor]] = (),
+) -> tuple[RecoveredWeight, Mapping[str, Tensor]] | None:
+    """Solve for the wrong rows of a weight; None where one of them cannot be.
+
+    `sources` are the numbers of weights of the same width, by name, whose rows may have been used
+    instead; the weight itself has to be among them. Those of `elsewhere` are read only where
+    nothing else explains the rows. Returns the sources that were used as well.
+    """
+    wrong = view.wrong.any(0).nonzero().flatten()
+    if not len(wrong) or len(wrong) > MOST_COLUMNS or not bool(view.seen.isfinite().all()):
+        return None
+    few = wrong[:: -(-len(wrong) // FEW_COLUMNS)]  # they tell whether it is worth while
+    found = _Solver(view, few, name, sources).solved()
+    left = [at for at in few.tolist() if at + view.first_row not in found]
+    if left:
+        several = len(wrong) > 1
+        used = _looked_up(view, torch.tensor(left), name, elsewhere) if several else None
+        if used is None:
+            return None
+        sources = {**sources, **used}
+    found = _Solver(view, wrong, name, sources).solved()
+    if len(found) < len(wrong):
+        return None
+    return RecoveredWeight(name, tuple(found[at] for at in sorted(found))), sources
+
+
+def _looked_up(
+    view: ProductView, wrong: Tensor, name: str, elsewhere: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor] | None:
+    """Return the weights that hold what wrong rows were used as; None where one is nowhere."""
+    used: dict[str, Tensor] = {}
+    for other, numbers in elsewhere:
+        found = _Solver(view, wrong, name, {other: numbers}).copies()
+        if found:
+            used[other] = numbers
+            wrong = torch.tensor([at for at in wrong.tolist() if at + view.first_row not in found])
+            if not len(wrong):
+                return used
+    return None
+
+
+class _Solver:
+    """The wrong columns of one product: fitted on even rows, predicted on odd ones."""
+
+    def __init__(
+        self, view: ProductView, wrong: Tensor, name: str, sources: Mapping[str, Tensor]
+    ) -> None:
+        self._view, self._wrong, self._name, self._sources = view, wrong, name, sources
+        self._gap_TC = (view.seen - view.product)[:, wrong]
+        self._allowed_TC = view.allowed[:, wrong].clamp(min=_TINY)
+        self._fitted_TC = _every_other(self._gap_TC.abs() > self._allowed_TC)
+
+    def solved(self) -> dict[int, RecoveredRow]:
+        """Return the rows that were solved for, simplest explanation first."""
+        found: dict[int, RecoveredRow] = {}
+        for attempt in (self.gains, self.copies, self.scales, self.elements):
+            if len(found) < len(self._wrong):
+                found = {**attempt(), **found}
+        return found
+
+    def _row(self, at: int) -> int:
+        """Return the weight's row of a wrong column."""
+        return int(self._wrong[at]) + self._view.first_row
+
+    def _holds(self, left_TC: Tensor) -> Tensor:
+        """Tell for each column whether what is left is within what is allowed, on every row."""
+        return (left_TC.abs() <= self._allowed_TC).all(0)
+
+    def _is_seen(self) -> Tensor:
+        """Tell for each column whether rows that are not fitted are wrong as well."""
+        beyond = self._gap_TC.abs() > self._allowed_TC
+        return (beyond & ~self._fitted_TC).any(0)
+
+    def gains(self) -> dict[int, RecoveredRow]:
+        """Solve for a factor on each row."""
+        expected = self._view.product[:, self._wrong]
+        factors, _ = self._fit(expected[..., None])
+        left = self._gap_TC - expected * factors[:, 0]
+        held = self._holds(left) & self._is_seen()
+        return {
+            self._row(at): RecoveredRow(
+                self._name, self._row(at), (RowGain(_rounded(1 + float(factors[at, 0]))),)
+            )
+            for at in held.nonzero().flatten().tolist()
+        }
+
+    def copies(self) -> dict[int, RecoveredRow]:
+        """Look the rows up among the rows of this weight and of others."""
+        found: dict[int, RecoveredRow] = {}
+        seen = self._view.seen[:, self._wrong]
+        for name, numbers in self._sources.items():
+            made = self._view.x @ numbers.double().T
+            for at in range(len(self._wrong)):
+                row = self._row(at)
+                if row in found:
+                    continue
+                # By one row first: it rules nearly all of them out.
+                first = int(self._gap_TC[:, at].abs().argmax())
+                near = (made[first] - seen[first, at]).abs() <= self._allowed_TC[first, at]
+                kept = near.nonzero().flatten()
+                apart = (made[:, kept] - seen[:, at, None]).abs() <= self._allowed_TC[:, at, None]
+                equal = [
+                    each
+                    for each in kept[apart.all(0)].tolist()
+                    if name != self._name or each != row
+                ]
+                if equal and bool(made[:, equal[0]].any()):
+                    nearest = min(equal, key=lambda each: abs(each - row))
+                    found[row] = RecoveredRow(
+                        self._name, row, (CopiedRow(name, nearest),), len(equal) - 1
+                    )
+        return found
+
+    def scales(self) -> dict[int, RecoveredRow]:
+        """Solve for one block of each row with another scale."""
+        wide = _block_width(self._view.weight)
+        if wide is None:
+            return {}
+        w_CK = self._view.numbers[self._wrong + self._view.first_row]
+        parts_TCB = torch.stack(
+            [
+                self._view.x[:, begin : begin + wide] @ w_CK[:, begin : begin + wide].T
+                for begin in range(0, w_CK.shape[1], wide)
+            ],
+            dim=-1,
+        )
+        factors_CB, left_CB = self._fit(parts_TCB)
+        found = {}
+        for at in self._is_seen().nonzero().flatten().tolist():
+            block = int(left_CB[at].argmin())
+            factor = float(factors_CB[at, block])
+            left = self._gap_TC[:, at] - factor * parts_TCB[:, at, block]
+            if bool((left.abs() <= self._allowed_TC[:, at]).all()):
+                row = self._row(at)
+                change = _scale_change(self._view.weight, row, block, 1 + factor)
+                found[row] = RecoveredRow(self._name, row, (change,))
+        return found
+
+    def elements(self) -> dict[int, RecoveredRow]:
+        """Solve for one element of each row, then for a few."""
+        x_TK = self._view.x
+        found = {}
+        for at in self._is_seen().nonzero().flatten().tolist():
+            row, fitted = self._row(at), self._fitted_TC[:, at]
+            weigh = 1 / self._allowed_TC[:, at]
+            chosen = _pursued(
+                (x_TK * weigh[:, None])[fitted], (self._gap_TC[:, at] * weigh)[fitted]
+            )
+            for columns, deltas, errors, others in chosen:
+                left = self._gap_TC[:, at] - x_TK[:, columns] @ deltas
+                if not bool((left.abs() <= self._allowed_TC[:, at]).all()):
+                    continue
+                fits = zip(columns, deltas.tolist(), errors.tolist(), strict=True)
+                changes = tuple(
+                    _element(self._view.weight, self._view.numbers, (row, column), (delta, error))
+                    for column, delta, error in fits
+                )
+                # Several numbers explain much by chance; codes, and no choice, do not.
+                if len(changes) == 1 or (
+                    not others and all(change.used_code is not None for change in changes)
+                ):
+                    found[row] = RecoveredRow(self._name, row, changes, others)
+                break
+        return found
+
+    def _fit(self, parts_TCB: Tensor) -> tuple[Tensor, Tensor]:
+        """Return, for each column and part, the factor that explains most, and what is left."""
+        weigh = self._fitted_TC / self._allowed_TC
+        gap = self._gap_TC * weigh
+        parts = parts_TCB * weigh[..., None]
+        across = (parts * gap[..., None]).sum(0)
+        along = parts.square().sum(0).clamp(min=_TINY)
+        return across / along, gap.square().sum(0)[:, None] - across.square() / along
+
+
+def _every_other(wrong_TC: Tensor) -> Tensor:
+    """Choose every other wrong row of each column, and every other one that is right."""
+    before = wrong_TC.cumsum(0) - 1, (~wrong_TC).cumsum(0) - 1
+    return torch.where(wrong_TC, before[0], before[1]) % 2 == 0
+
+
+def _pursued(x_TK: Tensor, gap_T: Tensor) -> Iterator[tuple[list[int], Tensor, Tensor, int]]:
+    """Yield sets of columns that may explain a gap: one, the best pair, then one more each time.
+
+    With each set come its values, their standard errors, and how many other columns would explain
+    the gap as well in place of the last one. Rows bound how many may be solved for.
+    """
+    along_K = x_TK.square().sum(0)
+    chosen: list[int] = []
+    left = gap_T
+    for count in range(1, min(MOST_ELEMENTS, len(gap_T) // 2) + 1):
+        gain_K = (x_TK.T @ left).square() / along_K.clamp(min=_TINY)
+        gain_K[along_K <= _TINY] = 0.0
+        gain_K[chosen] = 0.0
+        as_well = int((left.square().sum() - gain_K <= len(gap_T)).sum()) - 1
+        chosen = _best_pair(x_TK, gap_T) if count == 2 else [*chosen, int(gain_K.argmax())]
+        x = x_TK[:, chosen]
+        values = torch.linalg.lstsq(x, gap_T[:, None]).solution[:, 0]
+        left = gap_T - x @ values
+        errors = torch.linalg.pinv(x.T @ x).diagonal().clamp(min=0).sqrt()
+        yield list(chosen), values, errors, max(0, as_well)
+
+
+def _best_pair(x_TK: Tensor, gap_T: Tensor) -> list[int]:
+    """Return the two columns that explain most together, among those that explain most alone."""
+    along_K, across_K = x_TK.square().sum(0), x_TK.T @ gap_T
+    gain_K = torch.where(along_K > _TINY, across_K.square() / along_K.clamp(min=_TINY), 0.0)
+    kept = gain_K.topk(min(len(gain_K), MOST_PAIRED)).indices
+    x, a, g = x_TK[:, kept], along_K[kept], across_K[kept]
+    gram = x.T @ x
+    # Explained by a pair: g' inverse(G) g, of its Gram matrix G.
+    determinant = a[:, None] * a[None] - gram.square()
+    explained = a[None] * g[:, None].square() - 2 * gram * g[:, None] * g[None]
+    explained = (explained + a[:, None] * g[None].square()) / determinant.clamp(min=_TINY)
+    explained[determinant <= _COLLINEAR * a[:, None] * a[None]] = 0.0
+    first, second = divmod(int(explained.argmax()), len(kept))
+    return [int(kept[first]), int(kept[second])]
+
+
+# ---- codes of what was recovered -----------------------------------------------------------------
+
+
+def _rounded(factor: float) -> float:
+    """Round a factor to what it was known to: three digits, or a whole number or power of two."""
+    near = 2.0 ** round(torch.log2(torch.tensor(abs(factor))).item()) if abs(factor) > 1e-3 else 0.0
+    if abs(abs(factor) - near) <= 2e-3 * max(near, 0.5):
+        return near if factor >= 0 else -near
+    return float(f"{factor:.4g}")
+
+
+def _block_width(weight: Weight) -> int | None:
+    """Return the width of a row's own blocks; None where rows share one, or there are none."""
+    if not weight.is_quantised:
+        return None
+    tensor = weight.quantised()
+    high, wide = tensor.format.block
+    plain = tensor.zero_point is None and tensor.group_index is None
+    return wide if plain and high == 1 and wide > 0 else None
+
+
+def _scale_change(weight: Weight, row: int, block: int, factor: float) -> ScaleChange:
+    tensor = weight.quantised()
+    wide = tensor.format.block[1]
+    begin, end = block * wide, min((block + 1) * wide, tensor.shape[-1])
+    stored = tensor.linear_scale_codes()
+    if stored.dtype is torch.float32:
+        return ScaleChange(begin, end, _rounded(factor))
+    code = int(stored[row, block])
+    numbers = _values(tensor.format.scale)
+    wanted = float(numbers[code]) * factor
+    used = int((numbers - wanted).abs().nan_to_num(torch.inf).argmin())
+    near = abs(float(numbers[used]) - wanted) <= 0.03 * abs(wanted) + 1e-12
+    return ScaleChange(begin, end, _rounded(factor), code, used if near else None)
+
+
+def _values(form: NumberFormat) -> Tensor:
+    return decode_array(torch.arange(form.code_count), form).double()
+
+
+def element_codes(tensor: QuantisedTensor) -> Tensor:
+    """Return one code for each element [N, K]."""
+    if tensor.nibble_order is None:
+        return tensor.codes
+    return unpack_nibbles(tensor.codes, tensor.nibble_order)
+
+
+def _element(
+    weight: Weight, w_NK: Tensor, at: tuple[int, int], fit: tuple[float, float]
+) -> Element:
+    row, column = at
+    delta, error = fit
+    stored = float(w_NK[row, column])
+    wanted, slack = stored + delta, NEAR * error + ROUNDED * abs(delta)
+    if weight.is_quantised:
+        tensor = weight.quantised()
+        scale = _scale_at(tensor, row, column)
+        numbers, code = _values(tensor.format.element) * scale, None
+        if tensor.zero_point is None:
+            code = int(element_codes(tensor)[row, column])
+    else:
+        code, numbers = _plain_codes(weight, row, column)
+    if code is None:
+        return Element(column, stored, wanted)
+    # Of codes that fit, the one with fewest other bits; a code of the same number is no change.
+    far = (numbers - wanted).abs().nan_to_num(torch.inf)
+    fitting = [each for each in (far <= slack).nonzero().flatten().tolist()
+               if float(numbers[each]) != stored]  # fmt: skip
+    codes = {each if weight.is_quantised else code ^ (1 << each): each for each in fitting}
+    if not codes:
+        return Element(column, stored, wanted)
+    ranked = sorted(codes, key=lambda each: ((each ^ code).bit_count(), float(far[codes[each]])))
+    fewest = [c for c in ranked if (c ^ code).bit_count() == (ranked[0] ^ code).bit_count()]
+    value = float(numbers[codes[ranked[0]]])
+    return Element(column, stored, value, code, ranked[0], tuple(fewest[1:]))
+
+
+def _scale_at(tensor: QuantisedTensor, row: int, column: int) -> float:
+    ones = torch.ones_like(elements(tensor))
+    return float(with_scales(tensor, scale_numbers(tensor), ones)[row, column])
+
+
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def _plain_codes(weight: Weight, row: int, column: int) -> tuple[int | None, Tensor]:
+    """Return the bits of a plain number, and the numbers with one bit flipped, by bit."""
+    value = weight.value
+    kind = None if value is None else _INTEGERS.get(value.dtype)
+    if value is None or kind is None:
+        return None, torch.empty(0, dtype=torch.float64)
+    width = 8 * value.itemsize
+    bits = int(value[row, column].contiguous().view(kind)) & ((1 << width) - 1)
+    flipped = torch.tensor([bits ^ (1 << bit) for bit in range(width)])
+    signed = torch.where(flipped >= 1 << (width - 1), flipped - (1 << width), flipped)
+    return bits, signed.to(kind).view(value.dtype).double()
+
+
+# ---- the weight as it was used -------------------------------------------------------------------
+
+
+def as_used(
+    weight: Weight, w_NK: Tensor, found: RecoveredWeight, sources: Mapping[str, Tensor]
+) -> Weight:
+    """Return the weight with what was recovered: its own codes where all changes are codes."""
+    codes = _with_codes(weight, found)
+    if codes is not None:
+        return codes
+    made = w_NK.clone()
+    for row in found.rows:
+        for change in row.changes:
+            match change:
+                case CopiedRow(source, at):
+                    made[row.row] = sources[source][at]
+                case RowGain(factor):
+                    made[row.row] *= factor
+                case ScaleChange(begin, end, factor):
+                    made[row.row, begin:end] *= factor
+                case Element(column, _, used):
+                    made[row.row, column] = used
+    return Weight(value=made, input_scale=weight.input_scale)
+
+
+def _with_codes(weight: Weight, found: RecoveredWeight) -> Weight | None:
+    changes = [(row.row, change) for row in found.rows for change in row.changes]
+    if not weight.is_quantised or not all(
+        isinstance(change, Element | ScaleChange) and change.used_code is not None
+        for _, change in changes
+    ):
+        return None
+    tensor = weight.quantised()
+    codes, scales = element_codes(tensor).clone(), tensor.linear_scale_codes().clone()
+    for row, change in changes:
+        assert isinstance(change, Element | ScaleChange)
+        assert change.used_code is not None
+        if isinstance(change, Element):
+            codes[row, change.column] = change.used_code
+        else:
+            scales[row, change.begin // tensor.format.block[1]] = change.used_code
+    packed = codes if tensor.nibble_order is None else pack_nibbles(codes, tensor.nibble_order)
+    linear = tensor.block_scale.shape == scales.shape
+    if not linear and any(isinstance(change, ScaleChange) for _, change in changes):
+        return None  # scales in another layout: the numbers say it as well
+    kept = scales if linear else weight.block_scale
+    return replace(weight, codes=packed, block_scale=kept, _decoded={})

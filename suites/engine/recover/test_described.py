@@ -1,0 +1,256 @@
+"""What a component really computed with is recovered from its wrong outputs, or nothing is said."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.diagnose.trial import most_telling, together
+from degarble.harness.engine.faults.model_faults import (
+    FaultVariant,
+    with_outputs,
+    with_weights,
+)
+from degarble.harness.engine.recover.described import Described, describe
+from degarble.harness.engine.recover.maps import Sides, maps_of, moved
+from degarble.harness.engine.recover.weights import element_codes
+from degarble.harness.formats.codec import pack_nibbles
+from degarble.suites.engine.diagnosing import Double, double
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.formats.weight import Weight
+
+    Edit = Callable[[Tensor, Tensor], None]  # of one code an element, and of block scales
+
+LINEARS = (
+    "layers.1.attn.wq_a", "layers.1.attn.wq_b", "layers.1.attn.wkv", "layers.1.attn.wo_b",
+    "layers.1.ffn.shared.w13", "layers.1.ffn.shared.w2", "layers.1.attn.compressor.proj",
+    "layers.1.ffn.experts.w13", "layers.1.ffn.experts.w2",
+)  # fmt: skip
+
+
+def model() -> Double:
+    return double("v4", "nvfp4-full")
+
+
+def edited(weight: Weight, edit: Edit) -> Weight:
+    tensor = weight.quantised()
+    codes, scales = element_codes(tensor).clone(), tensor.linear_scale_codes().clone()
+    edit(codes, scales)
+    assert tensor.nibble_order is not None
+    packed = pack_nibbles(codes, tensor.nibble_order)
+    return replace(weight, codes=packed, block_scale=scales, _decoded={})
+
+
+def of_weight(name: str, edit: Edit) -> FaultVariant:
+    """A way of which no known fault knows."""
+    return FaultVariant(
+        "an edit", with_weights(lambda each, own: edited(own, edit) if each == name else own)
+    )
+
+
+def told(name: str, variant: FaultVariant, rows: int | None = None) -> Described | None:
+    """Describe a planted way; at most so many rows of it."""
+    records = model().sights(name, variant)
+    assert model().differs(name, records)
+    context = model().naming(name)
+    if rows is not None:
+        first, cut = records[0], slice(rows)
+        records = [
+            replace(
+                first, inputs=some(first.inputs, cut), outputs=some(first.outputs, cut),
+                expected=some(first.expected, cut),
+            )
+        ]  # fmt: skip
+    calls = together(context, records)
+    return describe(context, sorted(calls, key=lambda call: call is not most_telling(calls)))
+
+
+def some(side: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    return {name: tensor[rows] if tensor.ndim else tensor for name, tensor in side.items()}
+
+
+def first_weight(name: str) -> str:
+    return next(iter(model().planting(name).weights))
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_one_flipped_bit_is_told_as_row_column_code_and_bit(name: str) -> None:
+    weight = first_weight(name)
+    rows, columns = model().planting(name).weights[weight].shape
+    drawn = random.Random(name)
+    found = tries = 0
+    while tries < 6:
+        row, column, bit = drawn.randrange(rows), drawn.randrange(columns), drawn.randrange(4)
+
+        def flip(codes: Tensor, _scales: Tensor, at: Any = (row, column, bit)) -> None:
+            codes[at[0], at[1]] ^= 1 << at[2]
+
+        variant = of_weight(weight, flip)
+        if not model().differs(name, model().sights(name, variant)):
+            continue  # the sign of a zero, or an element that no input reaches
+        tries += 1
+        description = told(name, variant)
+        if description is not None:
+            said = description.sentence
+            assert f"row {row} of" in said, said
+            assert f"in column {column} " in said, said
+            assert f"bit {bit})" in said, said
+            found += 1
+    assert found >= 5, f"{found} of {tries}"
+
+
+@pytest.mark.parametrize("name", LINEARS[:4])
+def test_eight_rows_are_enough_for_one_bit(name: str) -> None:
+    weight = first_weight(name)
+    codes = element_codes(model().planting(name).weights[weight].quantised())
+    row, column = 5, int((codes[5] % 8 == 7).nonzero()[0])  # a large number: 6 times its scale
+
+    def flip(codes: Tensor, _scales: Tensor) -> None:
+        codes[row, column] ^= 8
+
+    description = told(name, of_weight(weight, flip), rows=8)
+    if description is not None:  # its inputs may be 0 in most of these rows
+        assert f"row {row} of" in description.sentence
+        assert f"in column {column} " in description.sentence
+
+
+def test_a_block_scale_is_told_by_its_codes() -> None:
+    def other(_codes: Tensor, scales: Tensor) -> None:
+        scales[7, 2] ^= 1 << 3
+
+    description = told("layers.1.attn.wq_a", of_weight("attn.wq_a", other))
+    assert description is not None
+    assert "row 7 of layers.1.attn.wq_a has " in description.sentence
+    assert "times its scale in columns 32 to 47 (code " in description.sentence
+
+
+def test_rows_of_another_place_are_found_by_their_numbers() -> None:
+    def copied(codes: Tensor, scales: Tensor) -> None:
+        codes[16:24], scales[16:24] = codes[40:48].clone(), scales[40:48].clone()
+
+    description = told("layers.1.attn.wq_a", of_weight("attn.wq_a", copied))
+    assert description is not None
+    assert "rows 16 to 23 of layers.1.attn.wq_a hold the numbers of rows 40 to 47" in (
+        description.sentence
+    )
+
+
+def test_rows_of_another_layer_are_found() -> None:
+    other = model().planting("layers.2.attn.wq_a").weights["attn.wq_a"]
+
+    def loaded(name: str, own: Weight) -> Weight:
+        return other if name == "attn.wq_a" else own
+
+    description = told("layers.1.attn.wq_a", FaultVariant("loaded", with_weights(loaded)))
+    assert description is not None
+    assert "hold the numbers of rows 0 to 127 of layers.2.attn.wq_a" in description.sentence
+
+
+def test_two_elements_of_one_row_are_told_apart() -> None:
+    def signs(codes: Tensor, _scales: Tensor) -> None:
+        for column in (3, 90):
+            codes[11, column] = (codes[11, column] | 6) ^ 8  # 4 or 6 times its scale, turned
+
+    description = told("layers.1.attn.wq_a", of_weight("attn.wq_a", signs))
+    assert description is not None
+    assert "in column 3 " in description.sentence
+    assert "in column 90 " in description.sentence
+
+
+def test_what_nothing_recovered_predicts_is_not_described() -> None:
+    noise = torch.Generator().manual_seed(3)
+
+    def random_rows(codes: Tensor, _scales: Tensor) -> None:
+        codes[20:60] = torch.randint(0, 16, codes[20:60].shape, generator=noise).to(torch.uint8)
+
+    assert told("layers.1.attn.wq_a", of_weight("attn.wq_a", random_rows)) is None
+
+    def noisy(_inputs: Any, outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        out = outputs["out"]
+        return {"out": out * (1 + 0.2 * torch.randn(out.shape, generator=noise)).to(out.dtype)}
+
+    assert told("layers.1.attn.norm", FaultVariant("noise", with_outputs(noisy))) is None
+
+
+def test_a_healthy_component_has_nothing_to_describe() -> None:
+    for name in (*LINEARS, "layers.1.attn.norm"):
+        context = model().naming(name)
+        records = model().sights(name, None)
+        assert describe(context, together(context, records)) is None, name
+
+
+# ---- maps of outputs -----------------------------------------------------------------------------
+
+
+def of_outputs(change: Callable[[Tensor], Tensor]) -> FaultVariant:
+    return FaultVariant("a map", with_outputs(lambda _, made: {**made, "out": change(made["out"])}))
+
+
+def rotated(x: Tensor) -> Tensor:
+    return x.roll(3, -1)
+
+
+def unwritten(x: Tensor) -> Tensor:
+    return torch.cat((x[:, :32], x[:, 32:64] * 0, x[:, 64:]), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.abs(), "signs are lost"),
+        (lambda x: x.clamp(max=0.25), "numbers are not above 0.25"),
+        (rotated, "columns are rotated by 125"),
+        (lambda x: x * 1.25, "all numbers are multiplied by 1.25"),
+        (unwritten, "columns 32 to 63 hold 0"),
+    ],
+    ids=["abs", "clamp", "rotated", "gain", "unwritten"],
+)  # fmt: skip
+def test_a_map_of_a_norms_outputs_is_read_off(
+    change: Callable[[Tensor], Tensor], words: str
+) -> None:
+    description = told("layers.1.attn.norm", of_outputs(change))
+    assert description is not None
+    assert words in description.sentence
+
+
+def test_a_map_that_misses_one_number_is_none() -> None:
+    right = torch.randn(12, 32, generator=torch.Generator().manual_seed(1)).double()
+    seen = right.abs()
+    allowed = torch.full_like(right, 1e-6)
+    assert [found.words for found in maps_of(Sides("out", seen, right, allowed))]
+    seen[2, 5] = -7.0
+    assert not list(maps_of(Sides("out", seen, right, allowed)))
+
+
+def test_a_table_of_places_is_no_rule() -> None:
+    own = torch.arange(16)
+    assert moved(own.roll(3), "row") == "rows are rotated by 13"
+    assert moved(own.flip(0), "row") == "all rows are reversed"
+    shuffled = own[torch.randperm(16, generator=torch.Generator().manual_seed(2))]
+    assert moved(shuffled, "row") == ""
+
+
+# ---- where the search for known faults ends ------------------------------------------------------
+
+
+def test_a_diagnosis_describes_where_no_fault_is_named() -> None:
+    def flip(codes: Tensor, _scales: Tensor) -> None:
+        codes[9, 30] = (codes[9, 30] | 6) ^ 8
+
+    name = "layers.1.attn.wq_a"
+    records = model().sights(name, of_weight("attn.wq_a", flip))
+    found = diagnose(model().naming(name), records)
+    assert not found.named
+    assert found.described is not None
+    assert found.sentence.startswith("The outputs follow if row 9 of layers.1.attn.wq_a has ")
+    assert "No known fault explains this" in found.sentence
