@@ -55,6 +55,12 @@ RUNS = {
     "sdpa": ("sdpa", torch.bfloat16),
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
+    "granite": {
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 4.0,
+        "logits_scaling": 2.0,
+    },
     "gpt_oss": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8},
 }
@@ -653,7 +659,9 @@ def found(name: str, run_name: str, plant: Plant | None) -> PlantResult:
         sentences.append(f"{origin.component}: {told.sentence if told else origin.sentence}")
     plan = plant or Plant(lambda _model: None, (), frozenset())
     origins = tuple(origin.component for origin in localised.origins)
-    ratios = {row.component.name: row.ratio for row in localised.rows}
+    ratios: dict[str, float] = {}
+    for row in localised.rows:
+        ratios[row.component.name] = max(row.ratio, ratios.get(row.component.name, 0.0))
     least = min((ratios.get(place, 0.0) for place in plan.places), default=0.0)
     return PlantResult(plan, origins, named, tuple(sentences), least)
 

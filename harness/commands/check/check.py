@@ -156,7 +156,8 @@ def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
 # explains, write a minimal reproducer. A reference whose content does not match its manifest is
 # refused, because its damage would be attributed to the run.
 
-DIAGNOSED = 8  # origins whose cause is looked for; later ones are mostly the same fault again
+SEARCHED = 8  # origins whose cause is searched; on the others only the causes of these are tried
+DIAGNOSED = 64  # origins whose cause is looked for in either way
 _BLOCK = re.compile(r"^(layers|mtp)\.\d+\.")
 ATTRIBUTED = 6  # origins whose share of the final difference is measured
 UNNAMED = "No known fault explains this"
@@ -310,6 +311,10 @@ class CheckRun:
         if found.twin is not None:
             self.twin = found.twin  # by the conventions that were learned
         notes = _notes_of(self.capture, found)
+        if len(found.origins) > DIAGNOSED:
+            notes.append(
+                f"Causes were looked for in the first {DIAGNOSED} of {len(found.origins)} origins."
+            )
         coverage = Coverage.from_facts(self.capture.facts)
         origins = [_in_stretch(each, coverage) for each in _all_diagnosed(found)]
         shares = None
@@ -414,7 +419,7 @@ def _all_diagnosed(found: Localised) -> list[DiagnosedOrigin]:
     # All families of faults; a healthy run does without them.
     from degarble.harness.engine.diagnose.representatives import Representatives  # noqa: PLC0415
 
-    known = Representatives()
+    known = Representatives(SEARCHED)
     return [
         DiagnosedOrigin(
             discrepancy, _diagnosed(discrepancy, found, known) if number < DIAGNOSED else None
@@ -443,7 +448,7 @@ def _with_case(origin: DiagnosedOrigin, folder: Path, number: int) -> DiagnosedO
     """Write the minimal reproducer of an origin."""
     named = origin.diagnosed.named if origin.diagnosed is not None else ()
     variant = named[0].variant if named else None
-    case = shrunk(origin.discrepancy, variant) if number < DIAGNOSED else None
+    case = shrunk(origin.discrepancy, variant) if number < SEARCHED else None
     if case is None:
         return origin
     script = case.write(

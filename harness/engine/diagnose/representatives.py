@@ -7,6 +7,7 @@ explain is searched by itself.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,20 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import CallRecord, ModelFault
     from degarble.harness.engine.localise.discrepancy import Discrepancy
 
+_NOT_SEARCHED = (
+    "Its cause was not searched: none of the causes of {} earlier origins is its own. Mend those"
+    " first, and check again."
+)
+
 
 class Representatives:
-    """The discrepancies of a run that were diagnosed so far, by what a cause depends on."""
+    """The discrepancies of a run that were diagnosed so far, by what a cause depends on.
 
-    def __init__(self) -> None:
+    At most `most` of them are searched; after that, only what explains an earlier one is tried.
+    """
+
+    def __init__(self, most: int = sys.maxsize) -> None:
+        self._left = self._most = most
         self._known: dict[Hashable, dict[str, tuple[str, Diagnosed]]] = {}
 
     def diagnose(self, discrepancy: Discrepancy) -> Diagnosed:
@@ -36,6 +46,9 @@ class Representatives:
             )
             if told.named and told.named[0].id == earlier.named[0].id:
                 return replace(told, like=component)
+        if not self._left:
+            return Diagnosed((), (), 0, _NOT_SEARCHED.format(self._most))
+        self._left -= 1
         told = diagnose(discrepancy.context, _records(discrepancy))
         if told.named:
             known.setdefault(told.named[0].id, (discrepancy.component, told))

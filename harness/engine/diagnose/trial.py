@@ -18,7 +18,7 @@ from degarble.harness.engine.budget.roles import SUMS, budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.compare.compare import values_of_any
 from degarble.harness.engine.faults.model_faults import ChangedWeights, facts_of
-from degarble.harness.engine.faults.regions import cancelled, extents
+from degarble.harness.engine.faults.regions import cancelled, extents, flat
 from degarble.harness.engine.faults.weight_faults import Decoding, numbers_of
 from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
 from degarble.harness.formats.weight import Weight
@@ -125,6 +125,8 @@ _STORED_WITHIN = frozenset({
 })  # fmt: skip
 _SCALE_UNITS = 16 * 2.0**-24  # of a float32 scale: two reciprocals within 2 units, twice
 _SPACINGS = 2  # of the stored format: a producer's value and the same one computed again
+_LAST_DIGITS = 4  # spacings of float32 at a row's largest number, for a step that a fault adds
+_OF_DIFFERENCE = 1e-4  # that such a variant may leave
 _TINY = 1e-30
 
 
@@ -351,6 +353,8 @@ def proof(
         found = ratio / variant_outputs.stretch.get(name, 1.0)
         if found > HEADROOM and call.role in _STORED_WITHIN:
             found = min(found, _unlike_ratio(candidate[name], call.outputs[name], record, name))
+        if found > HEADROOM and context.component.kind:
+            found = min(found, _last_digits_ratio(candidate, call.outputs, record, name))
         if found >= worst:
             worst, words = found, text
     return VariantFit(worst, *shares(call, candidate, variant_outputs, beyond), words)
@@ -371,6 +375,23 @@ def _unlike_ratio(c: Tensor, m: Tensor, record: CallRecord, name: str) -> float:
     few = min(int(c.numel() * _ROUNDED_OTHERWISE), int(before.sum()) * _OF_BEFORE)
     count = int(unlike.sum())
     return count / few * HEADROOM if few else math.inf
+
+
+def _last_digits_ratio(candidate: Tensors, made: Tensors, record: CallRecord, name: str) -> float:
+    """Judge float32 by the largest number of each row, where a variant explains all but roundings.
+
+    A fault may add a step of its own, as a mean that is taken away first. What that step rounds in
+    float32 is in no budget of the healthy component; it is a part of the row's size.
+    """
+    c, m, e = candidate[name], made[name], record.expected.get(name)
+    if c.dtype is not torch.float32 or e is None or not c.shape == m.shape == e.shape:
+        return math.inf
+    gap, before = (flat(c).double() - flat(side).double() for side in (m, e))
+    left = gap.norm() / before.norm().clamp(min=_TINY)
+    if not bool(left <= _OF_DIFFERENCE):
+        return math.inf
+    floor = _LAST_DIGITS * torch.finfo(c.dtype).eps * flat(m).double().abs().amax(-1, keepdim=True)
+    return float((gap.abs() / floor.clamp(min=_TINY)).max()) * HEADROOM
 
 
 def _unlike(c: Tensor, m: Tensor) -> Tensor:

@@ -42,3 +42,12 @@ def test_equal_discrepancies_have_one_representative(monkeypatch: pytest.MonkeyP
     assert told[names[2]].named[0].id != "M24.constant"
     assert [told[name].like for name in names] == ["", names[0], "", names[0]]
     assert whole == [names[0], names[2]]
+
+
+def test_after_the_last_search_only_known_causes_are_tried() -> None:
+    found, known = judged("llama", "bf16", _norms), representatives.Representatives(1)
+    told = [known.diagnose(origin) for origin in found.origins]
+    assert [each.named[0].id if each.named else "" for each in told] == [
+        "M24.constant", "M24.constant", "", "M24.constant",
+    ]  # fmt: skip
+    assert told[2].sentence.startswith("Its cause was not searched: none of the causes of 1 ")
