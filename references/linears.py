@@ -228,7 +228,7 @@ def product(
     if value is None and len(weight.shape) == 2 and prod(weight.shape) > _CHUNK:
         parts = (weight_rows(weight, part, dtype, numerics) for part in matrix_parts(weight.shape))
         return torch.cat([torch.matmul(x, part.T) for part in parts], dim=-1)
-    if value is None or value.dtype is dtype:
+    if value is None or value.dtype is dtype or weight.is_decoded:
         return torch.nn.functional.linear(x, weight_values(weight, dtype, numerics))
     if (
         numerics is not None

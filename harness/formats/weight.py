@@ -54,7 +54,8 @@ class Weight:
     `input_scale` is the decode scale of the activations in front of it, where a checkpoint has one;
     of stacked experts, one an expert. `channel_scale` holds factors of these activations [K], which
     are multiplied before they are quantised.
-    `zero_point` and `group_index` are those of QuantisedTensor.
+    `from_codes` says that a value was decoded. `zero_point` and `group_index` are those of
+    QuantisedTensor.
     """
 
     value: Tensor | None = None
@@ -66,6 +67,7 @@ class Weight:
     zero_point: Tensor | None = None
     group_index: Tensor | None = None
     channel_scale: Tensor | None = None
+    from_codes: bool = field(default=False, kw_only=True)
     _decoded: dict[torch.dtype, _Decoded] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -97,7 +99,7 @@ class Weight:
     @property
     def is_decoded(self) -> bool:
         """Return whether its values are decoded from codes, its own or those of others."""
-        return self.is_quantised
+        return self.is_quantised or self.from_codes
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -183,13 +185,7 @@ class DerivedWeight(Weight):
 
     make: Callable[[torch.dtype], Tensor] = field(kw_only=True)
     extents: tuple[int, ...] = field(kw_only=True)
-    from_codes: bool = field(default=False, kw_only=True)
     make_rows: Callable[[slice, torch.dtype], Tensor] | None = field(default=None, kw_only=True)
-
-    @property
-    def is_decoded(self) -> bool:
-        """Return whether its values were decoded from codes."""
-        return self.from_codes
 
     @property
     def shape(self) -> tuple[int, ...]:

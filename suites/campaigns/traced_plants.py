@@ -32,9 +32,20 @@ from degarble.harness.capture.recorder import MemoryRun, Recorder
 from degarble.harness.capture.traced import recording
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.localise.localise import localise
-from degarble.harness.model.recipes import recipe_named
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
+    FP8_128X128_F32,
+    FP8_ROW,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+)
+from degarble.harness.formats.quantise import quantise
+from degarble.harness.formats.weight import Weight
+from degarble.harness.model.recipes import WEIGHT_FORMATS, Recipe, Rule, recipe_named
 from degarble.references.numerics import Numerics
-from degarble.references.traced.family import TracedModel
+from degarble.references.traced.family import TracedModel, logical_name
 from degarble.suites.references.traced.traced_models import built, config_of, weights_of
 
 if TYPE_CHECKING:
@@ -54,6 +65,14 @@ RUNS = {
     "bf16": ("eager", torch.bfloat16), "fp32": ("eager", torch.float32),
     "sdpa": ("sdpa", torch.bfloat16),
 }  # fmt: skip
+# Runs on the decoded weights of a quantised checkpoint, in BF16, as transformers does.
+STORED = {
+    "nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp8": MXFP8, "fp8": FP8_128X128_F32, "fp8_row": FP8_ROW,
+    "int4": BLOCK_FORMATS["UINT4_G32"], "int8": BLOCK_FORMATS["INT8_G32"],
+}  # fmt: skip
+RUNS |= dict.fromkeys(STORED, ("eager", torch.bfloat16))
+PLAIN_RUNS = ("bf16", "fp32", "sdpa")
+_WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # more than one block
 SETTINGS: dict[str, dict[str, Any]] = {
     "granite": {
         "attention_multiplier": 0.1,
@@ -74,6 +93,7 @@ class Plant:
     places: tuple[str, ...]
     causes: frozenset[str]
     models: tuple[str, ...] = MODELS
+    runs: tuple[str, ...] = PLAIN_RUNS
 
 
 def _layer(model: Any, at: int = AT) -> Any:
@@ -270,7 +290,9 @@ def _layer_norm(own: Any, x: torch.Tensor) -> torch.Tensor:
     """Return what nn.LayerNorm gives with the weight of an RMSNorm."""
     module = own.__self__
     weight = module.weight.float() + ("Gemma" in type(module).__name__)
-    return torch.nn.functional.layer_norm(x.float(), weight.shape, weight, None, 1e-6).to(x.dtype)
+    epsilon = getattr(module, "variance_epsilon", None) or module.eps
+    made = torch.nn.functional.layer_norm(x.float(), weight.shape, weight, None, epsilon)
+    return made.to(x.dtype)
 
 
 def _gate_of_experts(function: Any) -> Change:
@@ -308,6 +330,27 @@ def _one_expert(model: Any) -> None:
     _layer(model).mlp.experts.down_proj.data[2] *= 2
     if hasattr(_layer(model).mlp.experts, "down_proj_bias"):
         _layer(model).mlp.experts.down_proj_bias.data[2] *= 2
+
+
+def _encoded(change: Callable[[Weight], Weight], path: str = "self_attn.o_proj") -> Change:
+    """Change what is stored of a quantised weight; the model gets what that decodes to."""
+
+    def plant(model: Any) -> None:
+        module = _part(model, path)
+        weight = change(model.stored[logical_name(f"model.layers.{AT}.{path}.weight")])
+        module.weight.data = weight.values(torch.float32).to(module.weight.dtype)
+
+    return plant
+
+
+def _part_of(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Change codes or scales of a quantised weight."""
+
+    def changed(weight: Weight) -> Weight:
+        changes: dict[str, Any] = {name: change(getattr(weight, name))}
+        return replace(weight, **changes)
+
+    return _encoded(changed)
 
 
 _IN = f"layers.{AT}."
@@ -583,10 +626,36 @@ def _of_sums() -> Iterator[tuple[str, Plant]]:
     )  # fmt: skip
 
 
+def _of_stored() -> Iterator[tuple[str, Plant]]:
+    """Yield faults of codes and scales."""
+    by_block = ("nvfp4", "mxfp4", "mxfp8", "fp8", "int4", "int8")
+    narrow, wide, half = ("nvfp4", "mxfp4"), ("nvfp4", "mxfp4", "mxfp8"), ("fp8", "fp8_row")
+    codes, scales = partial(_part_of, "codes"), partial(_part_of, "block_scale")
+    whole, zeros = partial(_part_of, "tensor_scale"), partial(_part_of, "zero_point")
+    column, halved = "M12.column_off M15.scale_next_group", "M06.exponent_off M43.whole"
+    for words, change, causes, runs in (
+        ("nibbles swapped", codes(lambda c: (c << 4) | (c >> 4)), "M10.nibble_order", narrow),
+        ("signs lost", codes(lambda c: c & 0x7F), "O01.magnitudes", ("mxfp8", *half)),
+        ("scales of the next block", scales(lambda s: s.roll(-1, -1)), column, by_block),
+        ("scales of the next row", scales(lambda s: s.roll(-1, 0)), "M12.row_off", by_block[:4]),
+        ("scales transposed", scales(lambda s: s.T.reshape(s.shape)), "M11.transposed", wide),
+        ("half of the scales", scales(lambda s: s / 2), halved, half),
+        ("no tensor scale", whole(torch.ones_like), "M02.missing", ("nvfp4",)),
+        ("inverse tensor scale", whole(lambda s: 1 / s), "M01.inverse", ("nvfp4",)),
+        ("tensor scale squared", whole(lambda s: s * s), "M02.applied_twice", ("nvfp4",)),
+        ("zero points off by one", zeros(lambda z: z + 1), "M15.zero_point_high", ("int4",)),
+    ):
+        yield (
+            words,
+            Plant(change, (f"{_A}o_proj",), frozenset(causes.split()), ("llama", "qwen2"), runs),
+        )
+
+
 PLANTS: dict[str, Plant] = {
     name: plant
     for group in (
-        _of_linears(), _of_norms(), _of_rotations(), _of_attention(), _of_mixtures(), _of_sums()
+        _of_linears(), _of_norms(), _of_rotations(), _of_attention(), _of_mixtures(), _of_sums(),
+        _of_stored(),
     )
     for name, plant in group
 }  # fmt: skip
@@ -621,8 +690,28 @@ class PlantResult:
 
 
 @lru_cache(maxsize=4)
-def _known(name: str, dtype: torch.dtype) -> Any:
-    return config_of(name, dtype, num_hidden_layers=LAYERS, **SETTINGS.get(name, {}))
+def _known(name: str, run_name: str) -> Any:
+    return config_of(name, RUNS[run_name][1], **_settings(name, run_name))
+
+
+def _settings(name: str, run_name: str) -> dict[str, Any]:
+    wide = _WIDE if run_name in STORED else {}
+    return {"num_hidden_layers": LAYERS, **SETTINGS.get(name, {}), **wide}
+
+
+def _quantised(model: Any, run_name: str, weights: dict[str, Weight]) -> Recipe:
+    """Quantise the linears of all layers, and give the model what their codes decode to."""
+    rules = []
+    for path, module in model.model.layers.named_modules(prefix="model.layers"):
+        if isinstance(module, torch.nn.Linear):
+            name = logical_name(f"{path}.weight")
+            made = quantise(module.weight.detach().float(), STORED[run_name], CANONICAL)
+            weights[name] = Weight.of(made)
+            module.weight.data = weights[name].values(torch.float32).to(module.weight.dtype)
+            if made.format.name in WEIGHT_FORMATS:
+                rules.append(Rule(name, made.format.name))
+    model.stored = weights
+    return Recipe(run_name, tuple(rules))
 
 
 def judged(name: str, run_name: str, change: Change | None) -> Localised:
@@ -630,10 +719,13 @@ def judged(name: str, run_name: str, change: Change | None) -> Localised:
     from transformers import DynamicCache  # noqa: PLC0415  heavy
 
     attention, dtype = RUNS[run_name]
-    model: Any = built(name, dtype, num_hidden_layers=LAYERS, **SETTINGS.get(name, {}))
+    model: Any = built(name, dtype, **_settings(name, run_name))
     model.set_attn_implementation(attention)
-    config: Any = _known(name, dtype)
+    config: Any = _known(name, run_name)
     weights = weights_of(model)
+    recipe = recipe_named("bf16", config)
+    if run_name in STORED:
+        recipe = _quantised(model, run_name, weights)
     run = MemoryRun({})
     ids = torch.randint(0, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
     within = None if change is None else change(model)
@@ -644,7 +736,7 @@ def judged(name: str, run_name: str, change: Change | None) -> Localised:
         new = out.logits[:, -1].argmax(-1, keepdim=True)
         model(input_ids=new, past_key_values=cache, use_cache=True)
     numerics = replace(Numerics.bf16(), work=torch.float64, products=torch.float64, store=dtype)
-    return localise(TracedModel(config, numerics, weights), recipe_named("bf16", config), run)
+    return localise(TracedModel(config, numerics, weights, recipe), recipe, run)
 
 
 def found(name: str, run_name: str, plant: Plant | None) -> PlantResult:
@@ -700,7 +792,7 @@ def cases(models: Iterable[str], runs: Iterable[str]) -> Iterator[tuple[str, str
     for model, run in product(models, runs):
         if (model, run) != ("gpt_oss", "sdpa"):  # transformers has no SDPA with sinks
             for name, plant in PLANTS.items():
-                if model in plant.models:
+                if model in plant.models and run in plant.runs:
                     yield model, run, name
 
 

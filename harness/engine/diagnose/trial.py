@@ -24,7 +24,6 @@ from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import share
 from degarble.references.linears import X_LOOSE, activation_values
-from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -165,12 +164,10 @@ def make(
     """
     seen: dict[str, Tensors] = {"inputs": {}, "outputs": {}}
     operands: list[Mapping[str, Weight]] = [context.weights]
-    numerics = context.bound.numerics
-    quick = numerics.products is torch.float64
-    rounded = None if numerics.operands is DecodedOperands.EXACT else torch.bfloat16
+    quick = context.bound.numerics.products is torch.float64
 
     def spied(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
-        known = Decoding(weights, context.weights, rows, rounded) if quick else weights
+        known = Decoding(weights, context.weights, rows) if quick else weights
         # Decoded inputs are valid only if the variant has not replaced the inputs.
         given = plain if plain is not None and inputs is record.inputs else inputs
         outputs = context.call(given, known)

@@ -18,12 +18,14 @@ from degarble.harness.engine.faults.tensor_faults import (
     TensorPart,
     reproduction,
 )
+from degarble.harness.engine.faults.weight_faults import of_fault
 from degarble.harness.formats.number_formats import TableFormat
 from degarble.harness.report.number_text import share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from degarble.harness.engine.faults.model_faults import ModelFault
     from degarble.harness.formats.quantise import QuantisedTensor
 
     Inject = Callable[[QuantisedTensor], QuantisedTensor | None]
@@ -132,3 +134,12 @@ INTEGER_GROUP_TENSOR_FAULTS = (
         _GROUP,
     ),
 )
+
+
+def _model_fault(fault: TensorFault) -> ModelFault:
+    """Lift a fault to linears that no recipe names: integers are read as their files store them."""
+    words = fault.signature.keywords["action"]  # type: ignore[attr-defined]
+    return of_fault(fault, words[0].lower() + words[1:], lambda kept: kept.linear and not kept.form)
+
+
+INTEGER_GROUP_FAULTS = tuple(map(_model_fault, INTEGER_GROUP_TENSOR_FAULTS))

@@ -6,6 +6,7 @@ component again with other facts (another base, no clamp, other rounding).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -233,7 +234,10 @@ def with_outputs(
 
 
 class ChangedWeights(Mapping[str, "Weight"]):
-    """Weights of a component that are changed when they are read."""
+    """Weights of a component that are changed when they are read.
+
+    What a run decodes before it multiplies, it decodes of a changed weight as well.
+    """
 
     def __init__(
         self, weights: Mapping[str, Weight], change: Callable[[str, Weight], Weight]
@@ -242,7 +246,12 @@ class ChangedWeights(Mapping[str, "Weight"]):
         self._change = change
 
     def __getitem__(self, key: str) -> Weight:
-        return self._change(key, self._weights[key])
+        own = self._weights[key]
+        changed = self._change(key, own)
+        if own.is_decoded and not changed.is_decoded:
+            changed = copy.copy(changed)
+            changed.from_codes = True
+        return changed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -45,7 +45,10 @@ from degarble.harness.engine.faults.fused_operations import (
     FUSED_OPERANDS_FAULTS,
 )
 from degarble.harness.engine.faults.gain_fit import gain_text, gain_variant, planted_gain
-from degarble.harness.engine.faults.integers import INTEGER_GROUP_TENSOR_FAULTS
+from degarble.harness.engine.faults.integers import (
+    INTEGER_GROUP_FAULTS,
+    INTEGER_GROUP_TENSOR_FAULTS,
+)
 from degarble.harness.engine.faults.kernel_tiles import BAD_BUCKET_FAULTS, RACES_FAULTS
 from degarble.harness.engine.faults.layouts import (
     GATE_AND_UP_FAULTS,
@@ -182,6 +185,7 @@ _OF_WEIGHTS = (
     SCALE_LAYOUT_FAULTS, SCALE_ARITHMETIC_FAULTS, SWIZZLED_WORDS_FAULTS, WRONG_ROWS_FAULTS,
     TENSOR_ABSENT_FAULTS, WRONG_PRECISION_FAULTS, AFTER_LOADING_FAULTS, LOST_SIGN_FAULTS,
     ORDER_OF_SCALES_FAULTS, LOOKUP_EDGES_FAULTS, SKIPPED_LOAD_FAULTS, ONES_FOR_SCALES_FAULTS,
+    INTEGER_GROUP_FAULTS,
 )  # fmt: skip
 # Faults of components that are known by what they compute and not by a role: those of any weight,
 # and those by kind.

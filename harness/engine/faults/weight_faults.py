@@ -238,8 +238,7 @@ def some_rows(weight: Weight, rows: Tensor) -> Tensor:
 class Decoding(Mapping[str, Weight]):
     """Weights as numbers: `kept` are unchanged, changed ones are decoded again.
 
-    `rows` are the only rows that are needed, None for all of them. Decoded numbers are `rounded` to
-    a dtype where a run multiplies them so.
+    `rows` are the only rows that are needed, None for all of them.
     """
 
     def __init__(
@@ -247,9 +246,7 @@ class Decoding(Mapping[str, Weight]):
         weights: Mapping[str, Weight],
         kept: Mapping[str, Weight],
         rows: Tensor | None = None,
-        rounded: torch.dtype | None = None,
     ) -> None:
-        self._rounded = rounded
         self._weights = weights
         self._kept = kept
         self._rows = rows
@@ -263,9 +260,7 @@ class Decoding(Mapping[str, Weight]):
         else:
             value = numbers_of(weight)
             value = value if rows is None else value[rows]
-        if weight.is_decoded and self._rounded is not None:
-            value = value.float().to(self._rounded).to(value.dtype)
-        return Weight(value=value, input_scale=weight.input_scale)
+        return Weight(value=value, input_scale=weight.input_scale, from_codes=weight.is_decoded)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

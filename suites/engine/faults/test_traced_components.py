@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from degarble.suites.campaigns.traced_plants import MODELS, PLANTS, RUNS, found
+from degarble.suites.campaigns.traced_plants import MODELS, PLANTS, RUNS, STORED, cases, found
 
 pytestmark = pytest.mark.needs("transformers")
 
 _QUICK = (
-    ("llama", "head scaled"),
-    ("llama", "o_proj row copied"),
-    ("llama", "gate and up"),
-    ("llama", "epsilon"),
-    ("llama", "factor of angles"),
-    ("llama", "turned back"),
-    ("llama", "logits scaled"),
-    ("llama", "activation"),
-    ("llama", "no residual"),
-    ("gpt_oss", "no bias"),
-    ("gpt_oss", "no sinks"),
-    ("gpt_oss", "up before gate"),
+    ("llama", "bf16", "head scaled"),
+    ("llama", "bf16", "o_proj row copied"),
+    ("llama", "bf16", "gate and up"),
+    ("llama", "bf16", "epsilon"),
+    ("llama", "bf16", "factor of angles"),
+    ("llama", "bf16", "turned back"),
+    ("llama", "bf16", "logits scaled"),
+    ("llama", "bf16", "activation"),
+    ("llama", "bf16", "no residual"),
+    ("llama", "fp32", "layer norm"),
+    ("llama", "nvfp4", "nibbles swapped"),
+    ("llama", "int4", "zero points off by one"),
+    ("gpt_oss", "bf16", "no bias"),
+    ("gpt_oss", "bf16", "no sinks"),
+    ("gpt_oss", "bf16", "up before gate"),
+    ("qwen3_moe", "bf16", "experts exchanged"),
+    ("qwen3_moe", "bf16", "experts of the next layer"),
 )
 _ALL = [
-    pytest.param(
-        model, run, name,
-        marks=() if run == "bf16" and (model, name) in _QUICK else pytest.mark.slow,
-        id=f"{model}-{run}-{name}",
-    )
-    for model in MODELS
-    for run in RUNS
-    for name, plant in PLANTS.items()
-    # transformers has no SDPA of attention with sinks.
-    if model in plant.models and (model, run) != ("gpt_oss", "sdpa")
-]  # fmt: skip
+    pytest.param(*case, marks=() if case in _QUICK else pytest.mark.slow, id="-".join(case))
+    for case in cases(MODELS, RUNS)
+]
 
 
 @pytest.mark.parametrize(("model", "run", "name"), _ALL)
@@ -43,12 +40,13 @@ def test_place_and_cause_are_found(model: str, run: str, name: str) -> None:
     assert result.first, (result.named, result.sentences)
 
 
-def test_a_healthy_run_has_no_origin() -> None:
-    assert not found("llama", "bf16", None).origins
+@pytest.mark.parametrize("run", ["bf16", *STORED])
+def test_a_healthy_run_has_no_origin(run: str) -> None:
+    assert not found("llama", run, None).origins
 
 
 def test_every_kind_of_plant_is_tried_quickly() -> None:
     """One plant at least of each group of components."""
-    kinds = {place.rpartition(".")[2] for _, name in _QUICK for place in PLANTS[name].places}
+    kinds = {place.rpartition(".")[2] for *_, name in _QUICK for place in PLANTS[name].places}
     assert {"q_proj", "post_attention_layernorm", "rotary_emb", "rotation", "attention", "act_fn",
             "residual_2", "experts"} <= kinds  # fmt: skip
