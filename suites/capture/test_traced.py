@@ -32,17 +32,19 @@ def judged(
     plant: Callable[[Any], object] | None = None,
     device: str = "cpu",
     prepare: Callable[[Any], object] | None = None,
-    **settings: Any,
 ) -> Any:
-    """Judge a prompt of two sequences and two decoding steps.
-
-    `prepare` changes the model, and `plant` only what runs; `settings` are of its config.
-    """
-    model: Any = built(name, dtype, **settings)
+    """Judge a run of a model; `prepare` changes the model, and `plant` only what runs."""
+    model: Any = built(name, dtype)
     model.set_attn_implementation(attention)
-    config: Any = config_of(name, dtype, **settings)
     if prepare is not None:
         prepare(model)
+    return _judged_run(model, config_of(name, dtype), plant, device)
+
+
+def _judged_run(
+    model: Any, config: Any, plant: Callable[[Any], object] | None = None, device: str = "cpu"
+) -> Any:
+    """Judge a prompt of two sequences and two decoding steps."""
     weights = weights_of(model)
     if plant is not None:
         plant(model)
@@ -55,9 +57,16 @@ def judged(
         for _ in range(2):
             new = out.logits[:, -1].argmax(-1, keepdim=True)
             out = model(input_ids=new, past_key_values=out.past_key_values, use_cache=True)
-    numerics = replace(Numerics.bf16(), work=torch.float64, products=torch.float64, store=dtype)
+    wide, store = torch.float64, config.torch_dtype
+    numerics = replace(Numerics.bf16(), work=wide, products=wide, store=store)
     bound = TracedModel(config, numerics, weights)
     return localise(bound, recipe_named("bf16", config), run)
+
+
+def _windowed(name: str, plant: Callable[[Any], object] | None = None, **settings: Any) -> Any:
+    """Judge an eager run in BF16 of a model with other settings in its config."""
+    dtype = torch.bfloat16
+    return _judged_run(built(name, dtype, **settings), config_of(name, dtype, **settings), plant)
 
 
 _RUNS = [("eager", torch.float32), ("eager", torch.bfloat16), ("sdpa", torch.bfloat16)]
@@ -181,7 +190,7 @@ _WINDOWED = [("gpt_oss", 8), ("gpt_oss", 22), ("gemma3_text", 8), ("mistral", 24
 
 @pytest.mark.parametrize(("name", "window"), _WINDOWED)
 def test_a_cache_may_forget_what_no_later_token_attends_to(name: str, window: int) -> None:
-    found = judged(name, torch.bfloat16, "eager", sliding_window=window)
+    found = _windowed(name, sliding_window=window)
     assert [origin.component for origin in found.origins] == []
     assert found.verdict == "AGREES"
     assert not found.unjudged
@@ -203,7 +212,7 @@ def test_rows_of_a_cache_in_another_order_are_found(
     name: str, window: int | None, side: str
 ) -> None:
     settings: dict[str, Any] = {} if window is None else {"sliding_window": window}
-    found = judged(name, torch.bfloat16, "eager", _cache_moved(side), **settings)
+    found = _windowed(name, _cache_moved(side), **settings)
     (origin,) = found.origins
     assert origin.context.component.name == "layers.0.self_attn.cache"
     assert origin.site.name == f"state_{side.removesuffix('s')}"
