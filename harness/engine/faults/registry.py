@@ -185,7 +185,6 @@ _OF_WEIGHTS = (
     SCALE_LAYOUT_FAULTS, SCALE_ARITHMETIC_FAULTS, SWIZZLED_WORDS_FAULTS, WRONG_ROWS_FAULTS,
     TENSOR_ABSENT_FAULTS, WRONG_PRECISION_FAULTS, AFTER_LOADING_FAULTS, LOST_SIGN_FAULTS,
     ORDER_OF_SCALES_FAULTS, LOOKUP_EDGES_FAULTS, SKIPPED_LOAD_FAULTS, ONES_FOR_SCALES_FAULTS,
-    INTEGER_GROUP_FAULTS,
 )  # fmt: skip
 # Faults of components that are known by what they compute and not by a role: those of any weight,
 # and those by kind.
@@ -197,6 +196,7 @@ KIND_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
             TRACED_COMPONENT_FAULTS,
             TRACED_INPUT_FAULTS,
             TRACED_OPERATION_FAULTS,
+            INTEGER_GROUP_FAULTS,
             *_OF_WEIGHTS,
         )
         for fault in family
