@@ -287,8 +287,10 @@ class ConvertedWeights(Mapping[str, "Weight"]):
     def _converted(self, name: str, dtype: torch.dtype | None, part: slice = _WHOLE) -> Tensor:
         """Apply the operations of transformers to decoded values; without a dtype, to shapes."""
         source = self.sources[name]
+        # Operations only move values: plain ones are widened after them, as one tensor.
+        plain = not any(self.module(module).format for module in source)
         made: Any = {
-            pattern: [self._values(module, dtype) for module in modules[part]]
+            pattern: [self._values(module, dtype, plain=plain) for module in modules[part]]
             for pattern, modules in source.modules.items()
         }
         converter = source.converter
@@ -303,13 +305,14 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         several = len(made) > 1
         found = next(each for key, each in made.items() if not several or _has(name, key))
         tensor: Tensor = found[0] if isinstance(found, list) else found
-        return tensor
+        return tensor if dtype is None else tensor.to(dtype)
 
-    def _values(self, module: str, dtype: torch.dtype | None) -> Tensor:
+    def _values(self, module: str, dtype: torch.dtype | None, *, plain: bool) -> Tensor:
         stored = self.module(module)
         if dtype is None:
             return torch.empty(stored.shape, device="meta")
-        return stored.weight().values(dtype)
+        weight = stored.weight()
+        return weight.value if plain and weight.value is not None else weight.values(dtype)
 
     def _locate(self) -> None:
         rules = self._rules

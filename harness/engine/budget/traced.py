@@ -319,14 +319,13 @@ def linear(call: JudgeableCall) -> dict[str, Budget]:
                             call.ranks, on_the_way=True)  # fmt: skip
     if call.operands is not DecodedOperands.EXACT and weight.is_decoded:
         # A decoded number near a boundary of BF16 may go either way.
-        loose = (
-            x.abs().float() @ ambiguous_bf16(weight.rows(part, torch.float32)).float().T
-            for part in matrix_parts(weight.shape, _PART)
-        )
-        budget = replace(budget, slack=budget.slack + torch.cat([*loose], 1))
+        for part in matrix_parts(weight.shape, _PART):
+            either = ambiguous_bf16(weight.rows(part, torch.float32)).float()
+            budget.slack[:, part] += x.abs().float() @ either.T
     if call.x_loose is not None:
-        loose = (call.x_loose @ part.abs().T for part in parts())
-        budget = replace(budget, slack=budget.slack + torch.cat([*loose], 1))
+        for part in matrix_parts(weight.shape, _PART):
+            used = weight_rows(weight, part, torch.float32, numerics)
+            budget.slack[:, part] += call.x_loose @ used.abs().T
     return {
         "out": Budget(
             budget.output, budget.slack.reshape(out.shape), budget.derivation, budget.repeats
