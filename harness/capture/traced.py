@@ -230,7 +230,11 @@ class TracedRecorder:
             return rows.flatten(0, 1)
         if traced.rows > 1:
             return tensor.reshape(-1, traced.rows, *tensor.shape[1:])
-        return tensor.movedim(axis, 0)
+        rows = tensor.movedim(axis, 0)
+        batch, time = self._shape
+        if rows.shape[0] == time < batch * time:  # positions, alike for every sequence
+            rows = rows.repeat(batch, *[1] * (rows.ndim - 1))
+        return rows
 
     def _send(self) -> None:
         """Send the calls of all components whose tensors are known by now, in order."""

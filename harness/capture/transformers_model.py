@@ -7,6 +7,7 @@ streamed: a model of any size runs in the memory of its largest module. Inputs a
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,10 +59,19 @@ class TransformersModel(LogitsModel):
         _, cache = self._caches[id(sequence)]
         config: Any = self.config
         with torch.inference_mode(), recording(self._model, config, self._recorder, number):
-            made = self._model(input_ids=new[None], past_key_values=cache, use_cache=True)
+            made = self._model(
+                input_ids=new[None], past_key_values=cache, use_cache=True,
+                **self._positions(sequence.length, len(new)),
+            )  # fmt: skip
         sequence.length += len(new)
         logits: Tensor = made.logits[0, -1]
         return logits
+
+    def _positions(self, begin: int, count: int) -> dict[str, Tensor]:
+        """Return positions for a model that takes them: not every one counts those before."""
+        if "position_ids" not in inspect.signature(self._model.forward).parameters:
+            return {}
+        return {"position_ids": torch.arange(begin, begin + count)[None]}
 
 
 class _FilledModel:

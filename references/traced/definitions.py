@@ -172,13 +172,15 @@ def compute(
         if tokens > length and form.token_axis is not None:
             rows = torch.cat([rows, rows[-1:].expand(tokens - length, *rows.shape[1:])])
         values[ref.number] = from_rows(rows, form)
-    run(
-        (own.operations[number] for number in at.operations),
-        values,
-        parameter,
-        tokens,
-        stored=roundings.operation,
-    )
+    operations = (own.operations[number] for number in at.operations)
+    try:
+        run(operations, values, parameter, tokens, stored=roundings.operation)
+    except (RuntimeError, LookupError) as error:
+        raise NotBuilt(
+            "component", component.name,
+            f"operations that run for any number of tokens: {str(error).splitlines()[0]}",
+            "Register a family with a reference of its own for this model.",
+        ) from error  # fmt: skip
     outputs = {name: ref.number for name, ref in at.outputs.items()}
     form_of = {name: trace.tensors[ref.number] for name, ref in component.outputs.items()}
     made = {name: to_rows(values[number], form_of[name]) for name, number in outputs.items()}

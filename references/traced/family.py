@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from degarble.harness.base.errors import InvalidArgument, Undecided
+from degarble.harness.base.errors import InvalidArgument, NotBuilt, Undecided
 from degarble.harness.model.components import Component, Input, quantised_input
 from degarble.harness.model.family import VIEW
 from degarble.harness.model.parameters import Parameter, Row, parameter_named
@@ -163,7 +163,11 @@ def _number_of(stated: dict[str, Any]) -> Any:
 
 def transformers_config(text: str) -> Any:
     """Return transformers' own config of a config.json; a checkpoint's code is never run."""
-    from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415  heavy
+    from transformers import (  # noqa: PLC0415  heavy
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+    )
 
     raw = json.loads(text, object_hook=_number_of)
     kind, code = raw.pop("model_type", None), raw.pop("auto_map", None)
@@ -173,13 +177,20 @@ def transformers_config(text: str) -> Any:
             expected += "; a checkpoint's code is never run"
         raise InvalidArgument(
             "model_type", kind, expected,
-            "Update transformers, or register a family with a reference of its own.",
+            "Update transformers, or register a family with a reference of its own: an entry point"
+            " of degarble.families, as docs/architecture.md describes.",
         )  # fmt: skip
     raw.pop("quantization_config", None)
     try:
-        return AutoConfig.for_model(kind, **raw)
+        config = AutoConfig.for_model(kind, **raw)
     except Exception as error:
         raise refused_config(kind, error) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise NotBuilt(
+            "model_type", kind, "a causal language model of transformers",
+            "Register a family with a reference of its own for this model.",
+        )  # fmt: skip
+    return config
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from degarble.harness.base.errors import InvalidArgument, NotBuilt
+from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt
 from degarble.references.traced.attention import MASK, MASKED, MaskOperator, facts_of
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ VIEWS = named(
 _ITEM = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  what .item() is
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"})
 EXPERTS_GATE = "_apply_gate"  # a method of every module of transformers' experts interface
+# A method of models that count positions by the tokens themselves, past those of padding.
+_FROM_TOKENS = "create_position_ids_from_input_ids"
 EXPERTS = "degarble"  # the name of the tracer's function of experts in transformers' registry
 EAGER = "eager"  # transformers' name of its plain attention, and of masks that are added to scores
 
@@ -329,10 +331,13 @@ def _traced(model: nn.Module, buffers: Mapping[str, Tensor], tracer: _Tracer) ->
                 logits = model(
                     input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True
                 ).logits
-            except (RuntimeError, NotImplementedError, TypeError) as error:
+            except DegarbleError:
+                raise
+            except Exception as error:
+                said = str(error).strip().splitlines() or [type(error).__name__]
                 raise NotBuilt(
                     "architecture", type(model).__name__,
-                    f"a forward pass that runs without weights: {str(error).splitlines()[0]}",
+                    f"a forward pass that runs without weights: {said[0]}",
                     "Register a family with a reference of its own for this model.",
                 ) from error  # fmt: skip
     held = [*model.named_parameters(), *model.named_buffers()]
@@ -555,13 +560,8 @@ def refused_config(kind: str, error: Exception) -> InvalidArgument:
 
 def _built(config: Any, dtype: torch.dtype) -> nn.Module:
     """Return transformers' model of a config on the meta device."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise NotBuilt(
-            "model_type", config.model_type, "a causal language model of transformers",
-            "Register a family with a reference of its own for this model.",
-        )  # fmt: skip
     with torch.device("meta"):
         try:
             model = AutoModelForCausalLM.from_config(
@@ -571,6 +571,12 @@ def _built(config: Any, dtype: torch.dtype) -> nn.Module:
         except Exception as error:
             raise refused_config(config.model_type, error) from error
     found: nn.Module = model.eval()
+    counting = next((each for each in found.modules() if hasattr(each, _FROM_TOKENS)), None)
+    if counting is not None:
+        raise NotBuilt(
+            "positions", type(counting).__name__, "positions that follow from how many tokens came",
+            "Register a family with a reference of its own for this model.",
+        )  # fmt: skip
     return found
 
 
@@ -593,13 +599,19 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
                 buffer.shape, math.nan if buffer.is_floating_point() else 0, dtype=buffer.dtype,
                 device="cpu",
             )  # fmt: skip
-        with torch.no_grad():
-            initialise(module)
-            # Some models compute a buffer where they initialise a module around it.
-            around = path
-            while around and any(module._buffers[name].isnan().any() for name in names):  # noqa: SLF001
-                around = around.rpartition(".")[0]
-                initialise(known[around])
+        try:
+            with torch.no_grad():
+                initialise(module)
+                # Some models compute a buffer where they initialise a module around it.
+                around = path
+                while around and any(module._buffers[name].isnan().any() for name in names):  # noqa: SLF001
+                    around = around.rpartition(".")[0]
+                    initialise(known[around])
+        except AttributeError as error:  # transformers knows the module by another model's names
+            raise NotBuilt(
+                "buffers", path, f"those that transformers computes: {error}",
+                "Register a family with a reference of its own for this model.",
+            ) from error  # fmt: skip
         for name, buffer in held.items():
             value = module._buffers[name]  # noqa: SLF001
             module._buffers[name] = buffer  # noqa: SLF001

@@ -5,8 +5,7 @@
 A model counts as traced where the traced pass, in two calls with state, gives the logits of
 transformers' own. Healthy runs of it, a prompt of two sequences and two decoding steps in float32
 and BF16, have to agree: anything else is an alarm. A refusal has to be one of our own, by name.
-`--models llama,qwen3` runs these alone, `--table` writes the rows of docs/families.md from an
-earlier run's lines.
+`--models llama,qwen3` runs these alone, `--table` prints an earlier run's lines as Markdown.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import inspect
 import json
 import signal
 import sys
+import tempfile
 import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -60,11 +60,72 @@ _LATENT: Mapping[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 _INDEXED: Mapping[str, Any] = {
     **_LATENT, "num_hidden_layers": 3, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 8,
 }  # fmt: skip
+_MAMBA: Mapping[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 32,
+    "mamba_dt_rank": 8, "num_hidden_layers": 4,
+}  # fmt: skip
+_DELTA: Mapping[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
+    "mlp_layer_types": ["dense", "sparse"] * 2,
+}  # fmt: skip
+_GATED: Mapping[str, Any] = {k: v for k, v in _DELTA.items() if k in {
+    "num_hidden_layers", "layer_types", "linear_head_dim", "linear_num_heads", "mlp_layer_types",
+}} | {"num_expert_group": 1, "num_experts_per_token": 2, **_LATENT}  # fmt: skip
+_ROTARY = {"rotary_dim": 8}
+# Two layers of experts at least: a convention needs two witnesses.
+_THREE = {"num_hidden_layers": 3}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "glm4_moe_lite", "minicpm3"), _LATENT),
-}
+    **dict.fromkeys(("axk2", "glm4_moe_lite", "minicpm3", "youtu"), _LATENT),
+    "axk1": {**_LATENT, **_THREE},
+    "deepseek_v2": {**_LATENT, **_THREE, "num_experts_per_tok": 2},
+    "longcat_flash": {**_LATENT, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 4},
+    "dots1": {**_THREE, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    **dict.fromkeys(("exaone_moe", "hy_v3", "mimo_v2_flash"), _THREE),
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "jamba": {**_MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 32},
+    "zamba": {
+        **_MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "attention_head_dim": 32,
+        "attention_hidden_size": 128, "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _GATED),
+    "qwen3_5_moe_text": {k: v for k, v in _DELTA.items() if k[:3] in {"num", "lay"} or "_num_" in k
+                         or k in {"linear_key_head_dim", "linear_value_head_dim"}},
+    "lfm2_moe": {
+        "num_hidden_layers": 4, "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "full_attention", "full_attention"],
+    },
+    "gptj": _ROTARY,
+    "codegen": _ROTARY,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [96] * 4, "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16, "per_layer_config": {"1": {"head_dim": 32}},
+    },
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "sliding_attention"], "head_dim": 16,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {
+        "hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2,
+    }},
+    "xlstm": {"embedding_dim": 64, "num_blocks": 2, "chunk_size": 16},
+    "zaya": {"layer_types": ["hybrid"] * 2, "router_hidden_size": 32},
+}  # fmt: skip
 _ALWAYS = ("head_dim", "pad_token_id", "is_decoder")  # though a config states none
 _MOST = 20_000_000  # parameters of a tiny model
 _SECONDS = 240  # for one architecture
@@ -85,7 +146,10 @@ def settings(kind: str) -> dict[str, Any]:
 
     if kind in ARCHITECTURES:
         return {k: v for k, v in raw_config(kind).items() if k not in {"model_type", "dtype"}}
-    config = CONFIG_MAPPING[kind]
+    return {**_tiny(CONFIG_MAPPING[kind]), **_OWN.get(kind, {})}
+
+
+def _tiny(config: Any) -> dict[str, Any]:
     stated = config().to_dict()
     known = {*stated, *inspect.signature(config.__init__).parameters}
     found = {
@@ -93,7 +157,12 @@ def settings(kind: str) -> dict[str, Any]:
         for name, value in _SETTINGS.items()
         if name in known and (stated.get(name) is not None or name in _ALWAYS)
     }
-    return {**found, **_OWN.get(kind, {})}
+    for name, part in config.sub_configs.items():
+        kind = (stated.get(name) or {}).get("model_type", "")
+        if inspect.isclass(part) and hasattr(part, "model_type"):
+            own = ARCHITECTURES.get(kind, _OWN.get(kind, {}))
+            found[name] = {**_tiny(part), **own}
+    return found
 
 
 class _NotTiny(Exception):
@@ -125,12 +194,15 @@ def judged(model: Any, config: Any, dtype: torch.dtype) -> Any:
     ids = torch.randint(3, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode(), recording(model, config, Recorder(run)):
         out = model(input_ids=ids, use_cache=True)
-        for _ in range(2):
+        for step in range(2):
             cache = getattr(out, "past_key_values", None)
             if cache is None:
                 break
             new = out.logits[:, -1].argmax(-1, keepdim=True)
-            out = model(input_ids=new, past_key_values=cache, use_cache=True)
+            at = {}
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                at["position_ids"] = torch.full((2, 1), ids.shape[1] + step)
+            out = model(input_ids=new, past_key_values=cache, use_cache=True, **at)
     numerics = replace(Numerics.bf16(), work=torch.float64, products=torch.float64, store=dtype)
     bound = TracedModel(config, numerics, weights)
     return localise(bound, recipe_named("bf16", config), run)
@@ -142,6 +214,17 @@ def _verdict(found: Any) -> str:
     if found.unjudged or found.verdict != "AGREES":
         return f"{found.verdict}: " + "; ".join(map(str, found.unjudged[:2]))
     return "AGREES"
+
+
+def _loaded(first: Any, dtype: torch.dtype) -> Any:
+    """Save a model in another dtype and load it, as users do: buffers are made by loading."""
+    if dtype is torch.float32:
+        return first
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
+
+    with tempfile.TemporaryDirectory() as folder:
+        first.save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def _outcome(kind: str, told: dict[str, Any]) -> str:
@@ -164,9 +247,9 @@ def _outcome(kind: str, told: dict[str, Any]) -> str:
         return "differs"
     bad = ""
     for attention, dtype in RUNS:
-        name = f"{attention} {str(dtype).removeprefix('torch.')}"
+        name = _name_of((attention, dtype))
         try:
-            model: Any = built(kind, dtype, settings=own)
+            model = _loaded(first, dtype)
             model.set_attn_implementation(attention)
             with torch.no_grad():
                 model(input_ids=ids[None])
@@ -207,11 +290,39 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}"[:160]
 
 
+def table(lines: list[str]) -> str:
+    """Return the results of a campaign as Markdown, one architecture a row."""
+    rows = ["| architecture | components | derived | runs that agree | result |", "|---" * 5 + "|"]
+    for line in sorted(lines, key=lambda each: json.loads(each)["seed"]):
+        result = json.loads(line)
+        told = json.loads(result["detail"])
+        runs = [told.get(name, "") for name in map(_name_of, RUNS)]
+        agree = f"{runs.count('AGREES')} of {sum(not each.startswith('not run') for each in runs)}"
+        share = f"{told['derived'] / told['components']:.0%}" if "components" in told else ""
+        why = "" if result["outcome"] == "ok" else told.get("why", "").split(" Register ")[0]
+        cells = (
+            result["kind"], str(told.get("components", "")), share, agree if share else "",
+            f"{result['outcome']} {why.splitlines()[0] if why else ''}".strip().replace("|", "/"),
+        )  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _name_of(run: tuple[str, torch.dtype]) -> str:
+    attention, dtype = run
+    return f"{attention} {str(dtype).removeprefix('torch.')}"
+
+
 def main() -> int:
     """Run the campaign; the exit status is 1 where a healthy run alarms or something stops."""
     parser = arguments(__doc__ or "", count=0)
     parser.add_argument("--models", default="", help="architectures, joined by commas")
+    parser.add_argument("--table", action="store_true", help="print what an earlier run found")
     asked = parser.parse_args()
+    if asked.table:
+        lines = (asked.out / "architectures.jsonl").read_text(encoding="utf-8").splitlines()
+        sys.stdout.write(table(lines) + "\n")
+        return 0
     known = kinds()
     chosen = asked.models.split(",") if asked.models else known
     numbers = [known.index(kind) for kind in chosen]

@@ -133,6 +133,12 @@ def _tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
     save_file(held, folder / "model.safetensors")
 
 
+def _gguf(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+
+
 _NORM = "model.layers.1.input_layernorm.weight"
 _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "architecture": (lambda folder: _config(folder, model_type="no_such"), "no_such"),
@@ -140,6 +146,11 @@ _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: _config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"}),
         "code is never run",
     ),
+    "no text": (lambda folder: _config(folder, model_type="vit"), "a causal language model"),
+    "heads": (
+        lambda folder: _config(folder, num_attention_heads=5), "settings that transformers builds"
+    ),
+    "gguf": (_gguf, "gguf_file=FILE"),
     "missing": (
         lambda folder: _tensors(folder, lambda held: held.pop(_NORM)), f"missing, such as {_NORM}"
     ),

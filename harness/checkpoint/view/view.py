@@ -79,6 +79,20 @@ class ParameterLocation(NamedTuple):
     boxes: Mapping[PartKind, Box] | None
 
 
+_OF_GGUF = (
+    "Name the model's own folder of safetensors, from which the GGUF file was made, or let"
+    " transformers decode it: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE)"
+    ".save_pretrained(OUT)."
+)
+
+
+def _instead(root: Path, *, pickled: bool) -> str:
+    """Return what to do about a folder without safetensors."""
+    if any(root.glob("*.gguf")):
+        return _OF_GGUF
+    return _OF_PICKLED if pickled else "Name the folder that holds the model's shards."
+
+
 @dataclass(frozen=True)
 class LogicalNames:
     """The parameters of `config` found in the modules of `table`, as `layout` names them."""
@@ -359,7 +373,7 @@ class _Opener:
                 shown(str(root)),
                 f"no safetensors file ({len(folder.pickled)} pickled ones)",
                 "at least one .safetensors file",
-                _OF_PICKLED if folder.pickled else "Name the folder that holds the model's shards.",
+                _instead(root, pickled=bool(folder.pickled)),
             )
         headers = list(read_shards(root, folder, checkpoint.index, self._problems))
         checkpoint.entries = MappingProxyType(gather(headers, checkpoint.index, self._problems))
