@@ -353,7 +353,14 @@ def traced_parameters(config: TracedConfig) -> tuple[Parameter, ...]:
     for traced in graph.components:
         for name in traced.parameters:
             held = graph.trace.parameters.get(name)
-            if held is None or logical_name(name) in found:
+            known = found.get(logical_name(name))
+            if known is not None and known.row.hf != name:
+                raise NotBuilt(
+                    "parameters", f"{known.row.hf} and {name}",
+                    "parameters of different layers or modules, by their names",
+                    "Register a family with a reference of its own for this model.",
+                )  # fmt: skip
+            if held is None or known is not None:
                 continue
             layer = traced.layer
             block = None if layer is None else config.layers[layer]

@@ -207,6 +207,11 @@ class _Tracer(TorchDispatchMode):
         arguments = tuple(self._named(argument) for argument in args)
         named = {name: self._named(argument) for name, argument in keywords.items()}
         result = func(*args, **keywords)
+        elsewhere = self._out_of_place(func, args)
+        if elsewhere is not None:
+            # The module's result stays what it was; who reads the tensor from now on reads another.
+            func = elsewhere
+            del self._numbers[id(result)]
         results = tuple(self.number(tensor) for tensor in _tensors(result))
         mutated: tuple[int, ...] = ()
         if func._schema.is_mutable:  # noqa: SLF001
@@ -216,7 +221,7 @@ class _Tracer(TorchDispatchMode):
                 if schema.alias_info is not None and schema.alias_info.is_write
             ]
             mutated = tuple(_storage(tensor) for tensor in _tensors(written))
-        path = self.path[-1] if self.path else ""
+        path = self._here
         dtypes = tuple(tensor.dtype for tensor in _tensors(result))
         if self._counts_tokens(func, args, result):
             # Models without an argument for positions count from the length of their cache.
@@ -230,6 +235,21 @@ class _Tracer(TorchDispatchMode):
         if operator_name(func) != "arange" or result.shape != (self.tokens,):
             return False
         return args in {(self.tokens,), (0, self.tokens), (0, self.tokens, 1)}
+
+    def _out_of_place(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Return the operator that leaves its argument alone, where that is a module's result."""
+        name = operator_name(func)
+        plain = getattr(torch.ops.aten, name[:-1], None) if name[-1:] == "_" else None
+        if plain is None or not isinstance(args[0], torch.Tensor):
+            return None
+        number = self._numbers.get(id(args[0]))
+        made = any(ref.number == number for each in self.boundaries for ref in each.outputs)
+        overload = func._overloadname  # noqa: SLF001
+        return getattr(plain, overload, None) if made else None
+
+    @property
+    def _here(self) -> str:
+        return self.path[-1] if self.path else ""
 
     def number(self, tensor: Tensor) -> int:
         """Return a tensor's number; a new one if it was not seen before."""
@@ -251,7 +271,13 @@ class _Tracer(TorchDispatchMode):
         """Return an argument with its tensors as references, and its extents by the tokens."""
         if isinstance(argument, torch.Tensor):
             name = self._parameters.get(id(argument))
-            if name is None and not argument.is_meta and id(argument) not in self._numbers:
+            if name is None and id(argument) not in self._numbers:
+                if argument.is_meta:  # numbers that were lost when the model was built
+                    raise NotBuilt(
+                        "tensor of the model", (*argument.shape,),
+                        f"a parameter, a buffer or a result of the pass, in {self._here}",
+                        "Register a family with a reference of its own for this model.",
+                    )  # fmt: skip
                 return argument.clone()  # a constant, such as a list that a tensor is indexed with
             return Ref(self.number(argument)) if name is None else ParameterRef(name)
         whole = isinstance(argument, int) and not isinstance(argument, bool)

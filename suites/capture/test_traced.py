@@ -56,7 +56,10 @@ def _judged_run(
         out = model(input_ids=ids, use_cache=True)
         for _ in range(2):
             new = out.logits[:, -1].argmax(-1, keepdim=True)
-            out = model(input_ids=new, past_key_values=out.past_key_values, use_cache=True)
+            cache = getattr(out, "past_key_values", None)
+            if cache is None:
+                break  # Mamba has one of another kind
+            out = model(input_ids=new, past_key_values=cache, use_cache=True)
     wide, store = torch.float64, config.torch_dtype
     numerics = replace(Numerics.bf16(), work=wide, products=wide, store=store)
     bound = TracedModel(config, numerics, weights)

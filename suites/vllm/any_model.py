@@ -1,6 +1,6 @@
 """Capture and judge tiny models of transformers in vLLM itself, healthy and with loader faults.
 
-    python -m degarble.suites.vllm.any_model OUT [--judge PYTHON] [--only FAULT]
+    python -m degarble.suites.vllm.any_model OUT [--judge PYTHON] [--only FAULT] [--attention NAME]
 
 Needs vLLM and its GPU; PYTHON is one that has transformers 5, where vLLM's environment has another.
 A run is a process of its own: vLLM loads a checkpoint, an entry point in OUT/plants changes the
@@ -37,6 +37,7 @@ LOADER = "vllm.model_executor.model_loader.base_loader"
 LOADED = "process_weights_after_loading"  # called once all weights are in their parameters
 PROMPTS = ((5, 17, 99, 3, 42, 8, 100, 301, 77), (7, 7, 1, 90))
 NEW_TOKENS = 6
+MEMORY = 0.08  # of a GPU: tiny models
 _ABOUT = "Metadata-Version: 2.1\nName: degarble-any-model\nVersion: 1\n"
 _POINTS = f"[vllm.general_plugins]\n{NAME} = {_SELF}:register\n"
 _SMALL: Mapping[str, Any] = {
@@ -185,13 +186,19 @@ def write(name: str, folder: Path) -> nn.Module:
     return evaluated
 
 
-def capture(checkpoint: Path, out: Path) -> None:
-    """Run the prompts through vLLM in this process, and capture every request."""
+def capture(checkpoint: Path, out: Path, attention: str | None = None) -> None:
+    """Run the prompts through vLLM in this process, and capture every request.
+
+    `attention` is one of vLLM's backends; None is its own choice.
+    """
     from degarble.harness.capture.capture import CaptureSettings  # noqa: PLC0415
     from degarble.harness.vllm import capture as vllm_capture  # noqa: PLC0415
 
     engine = vllm_capture._engine()
-    make = partial(engine, dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.3)
+    asked = {} if attention is None else {"attention_backend": attention}
+    make = partial(
+        engine, dtype="bfloat16", max_model_len=512, gpu_memory_utilization=MEMORY, **asked
+    )
     settings = CaptureSettings(new_tokens=NEW_TOKENS)
     vllm_capture.capture_vllm(checkpoint, PROMPTS, out, settings, make)
 
@@ -214,7 +221,7 @@ def told(folder: Path, checkpoint: Path, python: str) -> dict[str, Any]:
     return document
 
 
-def _run(name: str, out: Path, judge: str) -> dict[str, Any]:
+def _run(name: str, out: Path, judge: str, attention: Sequence[str] = ()) -> dict[str, Any]:
     """Capture one run in a process of its own, and judge it."""
     run = RUNS[name]
     place = out / name.replace(" ", "-")
@@ -223,7 +230,8 @@ def _run(name: str, out: Path, judge: str) -> dict[str, Any]:
         VARIABLE: name, "VLLM_PLUGINS": NAME, "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "PYTHONPATH": here, "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
-    command = [sys.executable, "-m", _SELF, "--capture", str(out / run.model), str(place)]
+    places = [str(out / run.model), str(place)]
+    command = [sys.executable, "-m", _SELF, *attention, "--capture", *places]
     with place.with_suffix(".log").open("w") as log:
         ran = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
     if ran.returncode:
@@ -231,7 +239,7 @@ def _run(name: str, out: Path, judge: str) -> dict[str, Any]:
     return told(place, out / run.model, judge)
 
 
-def prove(out: Path, judge: str, only: Sequence[str] = ()) -> int:
+def prove(out: Path, judge: str, only: Sequence[str] = (), attention: Sequence[str] = ()) -> int:
     """Run everything; return 1 if anything did not hold."""
     out.mkdir(parents=True, exist_ok=True)
     entry_point(out / "plants")
@@ -242,7 +250,7 @@ def prove(out: Path, judge: str, only: Sequence[str] = ()) -> int:
             subprocess.run(writing, check=True)
     results = {}
     for name in chosen:
-        document = _run(name, out, judge)
+        document = _run(name, out, judge, attention)
         held = RUNS[name].holds(document)
         blamed = [f"{o['layer']}.{o['component']}: {o.get('fault')}" for o in document["origins"]]
         results[name] = {"held": held, "blamed": blamed, **document}
@@ -260,6 +268,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, nargs="?", default=Path("out/vllm-any"))
     parser.add_argument("--judge", metavar="PYTHON", default=sys.executable)
     parser.add_argument("--only", metavar="FAULT", action="append", choices=RUNS, default=[])
+    parser.add_argument("--attention", metavar="NAME", help="backend of vLLM, as TRITON_ATTN")
     parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--capture", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -267,9 +276,11 @@ def main() -> int:
         write(asked.write[0], Path(asked.write[1]))
         return 0
     if asked.capture:
-        capture(*map(Path, asked.capture))
+        checkpoint, folder = map(Path, asked.capture)
+        capture(checkpoint, folder, asked.attention)
         return 0
-    return prove(asked.out.resolve(), asked.judge, asked.only)
+    attention = ("--attention", asked.attention) if asked.attention else ()
+    return prove(asked.out.resolve(), asked.judge, asked.only, attention)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 SHOWN = 8  # rows of a table, weights of a sentence
 FEW_PARTS = 2  # different changes in a sentence
 MOST_SOURCES = 64  # weights of other components among whose rows copies are looked up
+MOST_NUMBERS = 1 << 26  # of one of them: half a gigabyte
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +141,13 @@ def _elsewhere(context: ComponentContext, width: int) -> Iterator[tuple[str, Ten
     names = [name for name in context.bound.calls if name != context.name]
     siblings = [sibling for name in names if (sibling := context.sibling(name)) is not None]
     for sibling in sorted(siblings, key=lambda each: each.role != context.role):
-        for name, weight in sibling.weights.items():
-            if len(weight.shape) == 2 and weight.shape[1] == width:
+        try:
+            weights = dict(sibling.weights)
+        except KeyError:
+            continue  # the model was bound for one component
+        for name, weight in weights.items():
+            rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
+            if columns == width and rows * columns <= MOST_NUMBERS:
                 yield full_name(sibling, name), numbers_of(weight)
 
 

@@ -10,7 +10,7 @@ import torch
 from degarble.harness.base.errors import InvalidArgument, NotBuilt
 from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.traced.family import TracedConfig, TracedModel
+from degarble.references.traced.family import TracedConfig, TracedModel, traced_parameters
 from degarble.references.traced.model import TracedForward
 from degarble.references.traced.trace import trace
 from degarble.suites.references.traced.traced_models import (
@@ -99,10 +99,39 @@ def test_a_model_that_writes_no_text_is_refused_by_name() -> None:
         _ = TracedConfig.of({"model_type": "vit"}).graph
 
 
-def test_an_index_without_a_value_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("trocr", "operands that follow from tokens"),  # an index without a value
+        ("falcon", "a parameter, a buffer or a result of the pass"),  # made with the model
+    ],
+)
+def test_a_tensor_without_a_value_is_refused_by_name(kind: str, expected: str) -> None:
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with pytest.raises(NotBuilt, match="operands that follow from tokens"):
-        _ = TracedConfig.of({"model_type": "falcon", **small}).graph
+    small |= {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "vocab_size": 128}
+    with pytest.raises(NotBuilt, match=expected):
+        _ = TracedConfig.of({"model_type": kind, **small}).graph
+
+
+def test_parameters_of_one_name_are_refused() -> None:
+    small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "head_dim": 16}
+    small |= {"num_attention_heads": 4, "num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 1}
+    config: Any = TracedConfig.of({"model_type": "hrm_text", **small})
+    with pytest.raises(NotBuilt, match=r"L_module.* and model\.H_module"):
+        traced_parameters(config)
+
+
+def test_what_is_written_into_a_modules_result_is_read_afterwards() -> None:
+    """CTRL scales the result of its embedding in place."""
+    own = {"n_embd": 64, "n_layer": 1, "n_head": 4, "dff": 96, "vocab_size": 128}
+    model: Any = built("ctrl", settings=own)
+    config: Any = TracedConfig.of({**own, "model_type": "ctrl", "dtype": "float32"})
+    forward = TracedForward(TracedModel(config, Numerics.definition(), weights_of(model)))
+    ids = torch.arange(3, 20)
+    with torch.no_grad():
+        want = model(input_ids=ids[None]).logits[0]
+    got = forward.forward([Sequence()], [ids])
+    assert float((got - want).abs().max()) < 2e-5 * float(want.abs().max())
 
 
 def test_expert_sums_stored_after_each_expert_change_experts_first() -> None:
