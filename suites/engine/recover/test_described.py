@@ -20,6 +20,7 @@ from degarble.harness.engine.recover.described import Described, describe
 from degarble.harness.engine.recover.maps import Sides, maps_of, moved
 from degarble.harness.engine.recover.weights import element_codes
 from degarble.harness.formats.codec import pack_nibbles
+from degarble.suites.campaigns.recovered_weights import recovered
 from degarble.suites.engine.diagnosing import Double, double
 
 if TYPE_CHECKING:
@@ -187,6 +188,12 @@ def test_a_healthy_component_has_nothing_to_describe() -> None:
         context = model().naming(name)
         records = model().sights(name, None)
         assert describe(context, together(context, records)) is None, name
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_edits_are_described_as_they_are(seed: int) -> None:
+    found = recovered(seed)  # one of each kind
+    assert found.outcome == "ok", found
 
 
 # ---- maps of outputs -----------------------------------------------------------------------------
