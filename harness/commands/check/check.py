@@ -205,7 +205,7 @@ class DiagnosedOrigin:
     def cause(self) -> str:
         """Return the cause as text: of the fault, or of what the component computed with."""
         if self.diagnosed is None or not self.diagnosed.named:
-            return self._described.sentence if self._described is not None else UNNAMED
+            return UNNAMED if self._described is None else self._described.sentence.rstrip(".")
         return " and ".join(fault.title for fault in self.diagnosed.named[0].faults)
 
     @property

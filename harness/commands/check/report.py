@@ -211,8 +211,8 @@ def _finding(diagnosed_origin: DiagnosedOrigin) -> PageFinding:
     notes = []
     if told is not None and told.named and told.named[0].alternatives:
         notes.append(f"Equally well explained by {', '.join(told.named[0].alternatives)}.")
-    if told is not None and told.described is not None:
-        notes.append("; ".join(told.described.table))
+    if told is not None and told.described is not None and len(told.described.table) > 1:
+        notes.append(f"{'; '.join(told.described.table)}.")
     if told is not None and not told.named:
         near = ", ".join(excluded.fault for excluded in told.excluded[:_NEAREST])
         notes.append(f"{told.tried:,} variants were tried{f'; nearest: {near}' if near else ''}.")

@@ -22,7 +22,7 @@ from degarble.harness.engine.diagnose.trial import make, proof
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs, with_weights
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
-from degarble.harness.engine.recover.maps import Sides, as_matrix, maps_of, moved
+from degarble.harness.engine.recover.maps import Sides, as_matrix, maps_of, moved, simplest
 from degarble.harness.engine.recover.products import views_of
 from degarble.harness.engine.recover.weights import (
     CopiedRow,
@@ -273,11 +273,10 @@ def _changes(row: RecoveredRow, name: str) -> str:
 
 
 def _element_words(change: Element) -> str:
-    text = (
-        f"{number(change.used, 4)} in place of {number(change.stored, 4)} in column {change.column}"
-    )
+    used = f"{simplest(change.used, change.error):.4g}"
+    text = f"{used} in place of {number(change.stored, 4)} in column {change.column}"
     if change.used_code is None:
-        return text
+        return f"about {text}"
     bits = " and ".join(map(str, change.bits))
     also = f" or {', '.join(f'{code:#x}' for code in change.as_well)}" if change.as_well else ""
     return (

@@ -184,7 +184,7 @@ def _gains(sides: Sides) -> OutputMap | None:
     mean = float((factors * along)[wrong].sum() / along[wrong].sum())
     if not bool(((factors - mean).abs() <= slack)[wrong].all()):
         return None
-    mean = _simplest(mean, FACTOR_ERRORS / float(along[wrong].sum().sqrt()))
+    mean = simplest(mean, FACTOR_ERRORS / float(along[wrong].sum().sqrt()))
     own = torch.where(wrong, mean, 1.0)
     columns = wrong.nonzero().flatten()
     begin, end = int(columns[0]), int(columns[-1])
@@ -196,7 +196,7 @@ def _gains(sides: Sides) -> OutputMap | None:
     return OutputMap(sides.output, words, lambda x: x * own)
 
 
-def _simplest(factor: float, slack: float) -> float:
+def simplest(factor: float, slack: float) -> float:
     """Return the number of fewest digits that is as near as a factor is known."""
     shown = (float(f"{factor:.{digits}g}") for digits in range(1, 8))
     return next((each for each in shown if abs(each - factor) <= slack), factor)

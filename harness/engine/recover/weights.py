@@ -46,6 +46,7 @@ class Element(NamedTuple):
     stored_code: int | None = None
     used_code: int | None = None
     as_well: tuple[int, ...] = ()  # codes that outputs do not tell from the used one
+    error: float = 0.0  # two standard errors of the used value, where it is no code
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -386,14 +387,14 @@ def _element(
     else:
         code, numbers = _plain_codes(weight, row, column)
     if code is None:
-        return Element(column, stored, wanted)
+        return Element(column, stored, wanted, error=2 * error)
     # Of codes that fit, the one with fewest other bits; a code of the same number is no change.
     far = (numbers - wanted).abs().nan_to_num(torch.inf)
     fitting = [each for each in (far <= slack).nonzero().flatten().tolist()
                if float(numbers[each]) != stored]  # fmt: skip
     codes = {each if weight.is_quantised else code ^ (1 << each): each for each in fitting}
     if not codes:
-        return Element(column, stored, wanted)
+        return Element(column, stored, wanted, error=2 * error)
     ranked = sorted(codes, key=lambda each: ((each ^ code).bit_count(), float(far[codes[each]])))
     fewest = [c for c in ranked if (c ^ code).bit_count() == (ranked[0] ^ code).bit_count()]
     value = float(numbers[codes[ranked[0]]])

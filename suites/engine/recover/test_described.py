@@ -168,6 +168,21 @@ def test_two_elements_of_one_row_are_told_apart() -> None:
     assert "in column 90 " in description.sentence
 
 
+def test_a_value_that_is_no_code_is_told_to_what_it_is_known() -> None:
+    name = "layers.1.ffn.gate"  # plain BF16: a number that no flipped bit gives
+
+    def scaled(each: str, own: Weight) -> Weight:
+        assert own.value is not None, each
+        value = own.value.clone()
+        value[2, 17] = 1.7
+        return replace(own, value=value, _decoded={})
+
+    description = told(name, FaultVariant("an edit", with_weights(scaled)))
+    assert description is not None
+    assert "row 2 of layers.1.ffn.gate has about 1.7" in description.sentence
+    assert "in column 17" in description.sentence
+
+
 def test_what_nothing_recovered_predicts_is_not_described() -> None:
     noise = torch.Generator().manual_seed(3)
 
