@@ -6,8 +6,8 @@ clearly nearer to that twin: a wider budget alone explains nothing. A component 
 value if it agrees under the assumed one and either disagrees under the other, or is clearly nearer
 to the assumed twin. Outvoted, it is judged by the value that the others show: so one component that
 departs from its model is a finding, whichever way it departs, and never a convention. A component
-that disagrees under every value is no evidence and stays a finding, however many they are. Only
-where agreement alone is asked of a witness do these have to be the minority.
+that disagrees under every value is no evidence and stays a finding, however many there are. For a
+convention whose witnesses only have to agree, such components must be the minority.
 
 Most conventions need two witnesses. One suffices where the run shows the same habit elsewhere, as
 eager code that stores every result does in norms and in experts. What was recorded without its

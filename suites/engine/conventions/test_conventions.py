@@ -311,7 +311,7 @@ def test_one_witness_suffices_where_the_run_shows_the_habit_elsewhere() -> None:
 
 
 def test_the_nearest_of_many_differing_components_are_asked_first() -> None:
-    """Sick components come first, and there are more of them than are asked."""
+    """The first five components are sick, and fewer than that are examined."""
     sick = (ConventionFit(False, True, 1e4), ConventionFit(False, True, 1e4))
     roles = {f"layers.{number}.attn.attend": "attn.attend" for number in range(8)}
 
