@@ -20,7 +20,6 @@ from degarble.harness.engine.diagnose.trial import most_telling, together
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_weights
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.recover.described import describe
-from degarble.harness.engine.recover.weights import element_codes
 from degarble.harness.formats.codec import pack_nibbles
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.engine.diagnosing import double
@@ -59,7 +58,7 @@ def edit_of(kind: str, weight: Weight, drawn: random.Random) -> Edit:
     """Draw an edit of a kind."""
     rows, columns = weight.shape
     tensor = weight.quantised()
-    codes, scales = element_codes(tensor), tensor.linear_scale_codes()
+    codes, scales = tensor.element_codes(), tensor.linear_scale_codes()
     row, column = drawn.randrange(rows), drawn.randrange(columns)
     if kind == "bit":
         bit = 1 << drawn.randrange(4)
@@ -117,11 +116,11 @@ def _signs(row: int, columns: list[int]) -> Any:
     return apply
 
 
-def edited(weight: Weight, edit: Edit) -> Weight:
-    """Return a weight with an edit."""
+def edited(weight: Weight, edit: Callable[[Tensor, Tensor], None]) -> Weight:
+    """Return a weight whose codes and block scales were edited."""
     tensor = weight.quantised()
-    codes, scales = element_codes(tensor).clone(), tensor.linear_scale_codes().clone()
-    edit.apply(codes, scales)
+    codes, scales = tensor.element_codes().clone(), tensor.linear_scale_codes().clone()
+    edit(codes, scales)
     assert tensor.nibble_order is not None
     packed = pack_nibbles(codes, tensor.nibble_order)
     return replace(weight, codes=packed, block_scale=scales, _decoded={})
@@ -135,7 +134,7 @@ def recovered(seed: int) -> CaseResult:
     of = drawn.choice(list(planting.weights))
     edit = edit_of(kind, planting.weights[of], drawn)
     variant = FaultVariant(
-        "an edit", with_weights(lambda each, own: edited(own, edit) if each == of else own)
+        "an edit", with_weights(lambda each, own: edited(own, edit.apply) if each == of else own)
     )
     records = model.sights(name, variant)
     if not model.differs(name, records):

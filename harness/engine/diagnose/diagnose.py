@@ -23,6 +23,7 @@ from degarble.harness.engine.diagnose.trial import (
     VariantFit,
     calls_in,
     distance,
+    explained,
     make,
     most_telling,
     only_roundings,
@@ -81,7 +82,7 @@ def call_by_call(
 ) -> Iterator[CallByCall]:
     """Yield each fault that explains every call by a variant of its own."""
     calls = with_earlier(records)[-MOST_CALLS:]
-    spoilt = [record for record in calls if _explained(context, record, _NOTHING) is None]
+    spoilt = [record for record in calls if explained(context, record, _NOTHING) is None]
     for fault in faults:
         if not fault.per_call or not spoilt or not fault.applies_to(context):
             continue
@@ -113,19 +114,10 @@ def _first(
     context: ComponentContext, call: CallRecord, fault: ModelFault
 ) -> tuple[FaultVariant, VariantFit] | None:
     for variant in islice(proposed(fault, context, call), MOST_VARIANTS):
-        fit = _explained(context, call, variant)
+        fit = explained(context, call, variant)
         if fit is not None:
             return variant, fit
     return None
-
-
-def _explained(
-    context: ComponentContext, call: CallRecord, variant: FaultVariant
-) -> VariantFit | None:
-    """Return the proof that a variant explains a call; None where it does not."""
-    variant_outputs = make(context, call, variant)
-    fit = None if variant_outputs is None else proof(context, call, variant_outputs)
-    return fit if fit is not None and fit.ratio <= HEADROOM else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -613,10 +605,10 @@ def _on_every_call(
     """Return the worst proof over all calls; None where one of them is not explained."""
     worst: VariantFit | None = None
     for record in (main, *_but(calls, main)):
-        fit = _explained(context, record, variant)
+        fit = explained(context, record, variant)
         # Joined calls: a budget over all rows may fail where each call alone is explained.
         if fit is None and len(record.rows) > 1:
-            alone = [_explained(context, call, variant) for call in calls_in(record)]
+            alone = [explained(context, call, variant) for call in calls_in(record)]
             known = [variant_fit for variant_fit in alone if variant_fit is not None]
             fit = max(known, key=_ratio) if len(known) == len(alone) else None
         if fit is None:

@@ -357,6 +357,15 @@ def proof(
     return VariantFit(worst, *shares(call, candidate, variant_outputs, beyond), words)
 
 
+def explained(
+    context: ComponentContext, call: CallRecord, variant: FaultVariant
+) -> VariantFit | None:
+    """Return the proof that a variant explains a call; None where it does not."""
+    variant_outputs = make(context, call, variant)
+    fit = None if variant_outputs is None else proof(context, call, variant_outputs)
+    return fit if fit is not None and fit.ratio <= HEADROOM else None
+
+
 def _unlike_ratio(c: Tensor, m: Tensor, record: CallRecord, name: str) -> float:
     """Judge roundings of intermediate stored values by counting them.
 

@@ -174,7 +174,7 @@ def with_scales(
     if high > 1:
         spread = spread.repeat_interleave(high, -2)[..., : tensor.shape[-2], :]
     values = _scaled(values, spread, tensor.format.block[1])
-    return _by_tensor_scale(values, tensor) if tensor_scale else values
+    return by_tensor_scale(values, tensor) if tensor_scale else values
 
 
 def _is_affine(tensor: QuantisedTensor) -> bool:
@@ -200,7 +200,8 @@ def _scaled(values: Tensor, scales_NC: Tensor, wide: int) -> Tensor:
     return blocks.flatten(-2)
 
 
-def _by_tensor_scale(values: Tensor, tensor: QuantisedTensor) -> Tensor:
+def by_tensor_scale(values: Tensor, tensor: QuantisedTensor) -> Tensor:
+    """Multiply values by the tensor scale, or divide by it, as it is stored."""
     if tensor.tensor_scale is None:
         return values
     factor = tensor.tensor_scale.double()
@@ -225,7 +226,7 @@ def _decoded(weight: Weight, rows: Tensor | None = None) -> Tensor:
         return _affine(tensor, _elements(tensor, tensor.codes[rows]), scales, rows)
     high, wide = tensor.format.block
     values = _scaled(_elements(tensor, tensor.codes[rows]), scales[rows // high].double(), wide)
-    return _by_tensor_scale(values, tensor)
+    return by_tensor_scale(values, tensor)
 
 
 def some_rows(weight: Weight, rows: Tensor) -> Tensor:

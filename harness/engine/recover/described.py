@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import DegarbleError
-from degarble.harness.engine.budget.budget import HEADROOM, spacing
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
-from degarble.harness.engine.diagnose.trial import make, proof
+from degarble.harness.engine.diagnose.trial import explained
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs, with_weights
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
 from degarble.harness.engine.recover.maps import Sides, as_matrix, maps_of, moved, simplest
-from degarble.harness.engine.recover.products import views_of
+from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
 from degarble.harness.engine.recover.weights import (
     CopiedRow,
     Element,
@@ -87,9 +86,8 @@ def _predicts(
     """Return the worst proof of all calls; None where one is not within its budget."""
     worst: VariantFit | None = None
     for record in calls:
-        outputs = make(context, record, variant)
-        fit = None if outputs is None else proof(context, record, outputs)
-        if fit is None or fit.ratio > HEADROOM:
+        fit = explained(context, record, variant)
+        if fit is None:
             return None
         if worst is None or fit.ratio > worst.ratio:
             worst = fit
@@ -321,11 +319,8 @@ def _sides(context: ComponentContext, record: CallRecord) -> Iterator[Sides]:
         return
     for name, right in record.expected.items():
         seen, budget = record.outputs.get(name), budgets.get(name)
-        if seen is None or budget is None or seen.shape != right.shape or right.ndim < 2:
-            continue
-        if not right.dtype.is_floating_point or right.dtype.itemsize == 1:
+        if seen is None or budget is None or not is_comparable(seen, right):
             continue
         slack = as_matrix(budget.slack.double().expand(right.shape))
-        size = torch.maximum(as_matrix(seen).nan_to_num(0, 0, 0).abs(), as_matrix(right).abs())
-        allowed = slack + torch.from_numpy(spacing((size + slack).numpy(), budget.output))
-        yield Sides(name, as_matrix(seen), as_matrix(right), allowed)
+        one, other = as_matrix(seen), as_matrix(right)
+        yield Sides(name, one, other, allowance(one, other, slack, budget.output))

@@ -28,7 +28,7 @@ MOST_BITS = 6  # of a mantissa that is cut
 FEWEST_CLAMPED = 3  # elements at one bound
 FEWEST_FILLED = 16  # elements of a part that holds one number
 FACTOR_ERRORS = 8.0  # standard errors within which factors of columns are one
-LARGE = 0.5  # of the largest magnitude, at least, for a bound that clamps
+LARGE = 2.0**-6  # of the largest magnitude, at least, for a bound that clamps
 _ROUNDING = 2.0**-7
 
 
@@ -69,20 +69,20 @@ def maps_of(sides: Sides) -> Iterator[OutputMap]:
 
 
 def _moved_rows(sides: Sides) -> OutputMap | None:
-    places = _places(sides, sides.seen, sides.right)
-    if places is None:
-        return None
-    words = moved(places, "row")
-    return OutputMap(sides.output, words, lambda right: _taken(right, places, 0)) if words else None
+    return _moved_lines(sides, "row", 0)
 
 
 def _moved_columns(sides: Sides) -> OutputMap | None:
     turned = Sides(sides.output, sides.seen.T, sides.right.T, sides.allowed.T)
-    places = _places(turned, turned.seen, turned.right)
-    if places is None:
+    return _moved_lines(turned, "column", 1)
+
+
+def _moved_lines(sides: Sides, kind: str, dim: int) -> OutputMap | None:
+    places = _places(sides)
+    words = "" if places is None else moved(places, kind)
+    if places is None or not words:
         return None
-    words = moved(places, "column")
-    return OutputMap(sides.output, words, lambda right: _taken(right, places, 1)) if words else None
+    return OutputMap(sides.output, words, lambda right: _taken(right, places, dim))
 
 
 def _taken(right: Tensor, places: Tensor, dim: int) -> Tensor:
@@ -91,8 +91,9 @@ def _taken(right: Tensor, places: Tensor, dim: int) -> Tensor:
     return right.index_select(dim, places)
 
 
-def _places(sides: Sides, seen: Tensor, right: Tensor) -> Tensor | None:
+def _places(sides: Sides) -> Tensor | None:
     """Return, for each line, the line whose numbers it holds; None where one holds no line's."""
+    seen, right = sides.seen, sides.right
     count, width = seen.shape
     wrong = ~sides.equal(seen, right, sides.allowed).all(1)
     if not 1 < int(wrong.sum()) <= MOST_MOVED or count > MOST_MOVED or width < 4:
@@ -115,23 +116,23 @@ def moved(places: Tensor, kind: str) -> str:
     """Say by what rule lines moved; empty where there is none: a table is no description."""
     count = len(places)
     own = torch.arange(count)
-    moved = (places != own).nonzero().flatten()
-    begin, end = int(moved[0]), int(moved[-1])
-    shifts = (places - own)[moved].unique().tolist()
-    where = f"{kind}s {begin} to {end}" if len(moved) < count else f"all {kind}s"
+    others = (places != own).nonzero().flatten()
+    begin, end = int(others[0]), int(others[-1])
+    shifts = (places - own)[others].unique().tolist()
+    where = f"{kind}s {begin} to {end}" if len(others) < count else f"all {kind}s"
     if len(shifts) == 1:
         by = shifts[0]
         side = "before" if by < 0 else "after"
         return f"{where} hold the numbers of the {kind} {abs(by)} {side} them"
-    around = ((places - own)[moved] % count).unique().tolist()
+    around = ((places - own)[others] % count).unique().tolist()
     if len(around) == 1:
         return f"{kind}s are rotated by {around[0]}"
     if bool((places[begin : end + 1] == own[begin : end + 1].flip(0)).all()):
         return f"{where} are reversed"
     for step in range(1, count // 2 + 1):
-        if bool(((own ^ step) == places)[moved].all()):
+        if bool(((own ^ step) == places)[others].all()):
             return f"{where} are exchanged with those {step} beside them"
-    sources = places[moved].unique()
+    sources = places[others].unique()
     if len(sources) == 1:
         return f"{where} hold the numbers of {kind} {int(sources[0])}"
     for wide in (n for n in range(2, count // 2 + 1) if count % n == 0):
@@ -212,7 +213,7 @@ def _clamped(sides: Sides) -> OutputMap | None:
     right = sides.right[fitted]
     above, below = int((right > high).sum()), int((right < low).sum())
     largest = float(right.abs().amax())
-    if above + below < FEWEST_CLAMPED or max(abs(high), abs(low)) < LARGE**6 * largest:
+    if above + below < FEWEST_CLAMPED or max(abs(high), abs(low)) < LARGE * largest:
         return None
     if not above:
         return _clamp(sides.output, low, torch.inf, f"numbers are not below {low:.4g}")

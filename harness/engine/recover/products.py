@@ -78,7 +78,7 @@ def views_of(context: ComponentContext, record: CallRecord) -> Iterator[ProductV
     x = activation_values(call.inputs, call.activation, torch.float64)
     for name, output, rows, columns, inputs in _places(context, record, x):
         seen, expected = record.outputs.get(output), record.expected[output]
-        if seen is None or output not in budgets or not _is_comparable(seen, expected):
+        if seen is None or output not in budgets or not is_comparable(seen, expected):
             continue
         slack = budgets[output].slack.double().expand(expected.shape)
         cut = [each.double().flatten(0, -2)[rows][:, columns] for each in (seen, expected, slack)]
@@ -107,17 +107,24 @@ def _in_groups(
         x = inputs[:, number * wide : (number + 1) * wide]
         rows = slice(number * high, (number + 1) * high)
         product = x @ w_NK[rows].T
-        # A kernel rounds what it computed, which may be larger than what it should have been.
-        size = torch.maximum(seen[:, rows].nan_to_num(0, 0, 0).abs(), product.abs())
-        size += slack[:, rows]
-        allowed = slack[:, rows] + torch.from_numpy(spacing(size.numpy(), stored))
+        allowed = allowance(seen[:, rows], product, slack[:, rows], stored)
         if bool(((product - expected[:, rows]).abs() <= allowed).all()):
             yield _most_telling(
                 ProductView(name, weight, x, w_NK, seen[:, rows], product, allowed, rows.start)
             )
 
 
-def _is_comparable(seen: Tensor, expected: Tensor) -> bool:
+def allowance(seen: Tensor, right: Tensor, slack: Tensor, stored: ElementFormat) -> Tensor:
+    """Return how far outputs may be off, rounding included.
+
+    A kernel rounds what it computed, which may be larger than what it should have been.
+    """
+    size = torch.maximum(seen.nan_to_num(0, 0, 0).abs(), right.abs()) + slack
+    return slack + torch.from_numpy(spacing(size.numpy(), stored))
+
+
+def is_comparable(seen: Tensor, expected: Tensor) -> bool:
+    """Return whether two outputs are rows of numbers of the same extents."""
     numbers = seen.dtype.is_floating_point and seen.dtype.itemsize > 1
     return numbers and seen.shape == expected.shape and seen.ndim > 1
 

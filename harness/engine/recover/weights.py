@@ -2,7 +2,8 @@
 
 Each wrong column of a product is one row of the weight. Hypotheses are solved for on half of the
 rows and have to predict the other half: another row's numbers, a factor on the row, one block with
-another scale, a few elements of other values. A value that a format can hold is told as its code.
+another scale, a few elements of other values. A value that the format can hold is reported with its
+code.
 
 Shape letters: T rows of inputs, N rows of a weight, C wrong columns, K elements, B blocks.
 """
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.harness.engine.faults.weight_faults import elements, scale_numbers, with_scales
-from degarble.harness.formats.codec import decode_array, pack_nibbles, unpack_nibbles
+from degarble.harness.engine.faults.weight_faults import by_tensor_scale, scale_numbers
+from degarble.harness.formats.codec import decode_array, pack_nibbles
+from degarble.harness.formats.quantise import spread_blocks
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
@@ -125,7 +127,8 @@ def recovered_weight(
         if used is None:
             return None
         sources = {**sources, **used}
-    found = _Solver(view, wrong, name, sources).solved()
+    if left or len(few) < len(wrong):
+        found = _Solver(view, wrong, name, sources).solved()
     if len(found) < len(wrong):
         return None
     return RecoveredWeight(name, tuple(found[at] for at in sorted(found))), sources
@@ -364,13 +367,6 @@ def _values(form: NumberFormat) -> Tensor:
     return decode_array(torch.arange(form.code_count), form).double()
 
 
-def element_codes(tensor: QuantisedTensor) -> Tensor:
-    """Return one code for each element [N, K]."""
-    if tensor.nibble_order is None:
-        return tensor.codes
-    return unpack_nibbles(tensor.codes, tensor.nibble_order)
-
-
 def _element(
     weight: Weight, w_NK: Tensor, at: tuple[int, int], fit: tuple[float, float]
 ) -> Element:
@@ -383,7 +379,7 @@ def _element(
         scale = _scale_at(tensor, row, column)
         numbers, code = _values(tensor.format.element) * scale, None
         if tensor.zero_point is None:
-            code = int(element_codes(tensor)[row, column])
+            code = int(tensor.element_codes()[row, column])
     else:
         code, numbers = _plain_codes(weight, row, column)
     if code is None:
@@ -402,8 +398,8 @@ def _element(
 
 
 def _scale_at(tensor: QuantisedTensor, row: int, column: int) -> float:
-    ones = torch.ones_like(elements(tensor))
-    return float(with_scales(tensor, scale_numbers(tensor), ones)[row, column])
+    scales = spread_blocks(tensor, scale_numbers(tensor).double(), torch.tensor([row]))
+    return float(by_tensor_scale(scales, tensor)[0, column])
 
 
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -455,7 +451,7 @@ def _with_codes(weight: Weight, found: RecoveredWeight) -> Weight | None:
     ):
         return None
     tensor = weight.quantised()
-    codes, scales = element_codes(tensor).clone(), tensor.linear_scale_codes().clone()
+    codes, scales = tensor.element_codes().clone(), tensor.linear_scale_codes().clone()
     for row, change in changes:
         assert isinstance(change, Element | ScaleChange)
         assert change.used_code is not None

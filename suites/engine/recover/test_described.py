@@ -18,9 +18,7 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.recover.described import Described, describe
 from degarble.harness.engine.recover.maps import Sides, maps_of, moved
-from degarble.harness.engine.recover.weights import element_codes
-from degarble.harness.formats.codec import pack_nibbles
-from degarble.suites.campaigns.recovered_weights import recovered
+from degarble.suites.campaigns.recovered_weights import edited, recovered
 from degarble.suites.engine.diagnosing import Double, double
 
 if TYPE_CHECKING:
@@ -41,15 +39,6 @@ LINEARS = (
 
 def model() -> Double:
     return double("v4", "nvfp4-full")
-
-
-def edited(weight: Weight, edit: Edit) -> Weight:
-    tensor = weight.quantised()
-    codes, scales = element_codes(tensor).clone(), tensor.linear_scale_codes().clone()
-    edit(codes, scales)
-    assert tensor.nibble_order is not None
-    packed = pack_nibbles(codes, tensor.nibble_order)
-    return replace(weight, codes=packed, block_scale=scales, _decoded={})
 
 
 def of_weight(name: str, edit: Edit) -> FaultVariant:
@@ -113,7 +102,7 @@ def test_one_flipped_bit_is_told_as_row_column_code_and_bit(name: str) -> None:
 @pytest.mark.parametrize("name", LINEARS[:4])
 def test_eight_rows_are_enough_for_one_bit(name: str) -> None:
     weight = first_weight(name)
-    codes = element_codes(model().planting(name).weights[weight].quantised())
+    codes = model().planting(name).weights[weight].quantised().element_codes()
     row, column = 5, int((codes[5] % 8 == 7).nonzero()[0])  # a large number: 6 times its scale
 
     def flip(codes: Tensor, _scales: Tensor) -> None:
