@@ -123,52 +123,76 @@ def modelopt_export(name: str, config: str, folder: Path) -> tuple[Path, Path]:
 
 def compressed_export(name: str, preset: str, folder: Path) -> tuple[Path, Path]:
     """Write what llm-compressor's recipes leave: each linear by the package's own compressor."""
-    schemes = import_module("compressed_tensors.quantization.quant_scheme")
     model = _model(name)
     model.save_pretrained(folder / "source")
     model.save_pretrained(folder / "made")
-    (file,) = (folder / "made").glob("*.safetensors")
+    compress_folder(folder / "made", preset)
+    return folder / "made", folder / "source"
+
+
+def compress_folder(folder: Path, preset: str, group_size: int | None = None) -> None:
+    """Replace the linears of a checkpoint of one file by a preset of compressed-tensors."""
+    schemes = import_module("compressed_tensors.quantization.quant_scheme")
+    formats = import_module("compressed_tensors.compressors.format")
+    scheme = schemes.preset_name_to_scheme(preset, ["Linear"])
+    if group_size is not None:
+        scheme.weights.group_size = group_size
+    stored = formats.infer_module_format(torch.nn.Linear, scheme).value
+    (file,) = folder.glob("*.safetensors")
     state = load_file(file)
-    made: dict[str, torch.Tensor] = {}
-    for key, value in state.items():
-        is_linear = value.ndim == 2 and not any(
-            word in key for word in ("embed", "lm_head", ".gate.", "norm")
-        )
-        if not is_linear or value.shape[1] % 16:
-            made[key] = value
-            continue
+    linears = {
+        key
+        for key, value in state.items()
+        if value.ndim == 2
+        and not any(word in key for word in ("embed", "lm_head", ".gate.", "norm"))
+        and not value.shape[1] % (scheme.weights.group_size or 16)
+    }
+    made = {key: value for key, value in state.items() if key not in linears}
+    for key in linears:
         module = key.removesuffix(".weight")
-        made |= {f"{module}.{part}": tensor for part, tensor in _packed(value, preset).items()}
+        partners = [state[other] for other in _fused_with(key) if other in state]
+        packed = _packed(state[key], partners, scheme, stored)
+        made |= {f"{module}.{part}": tensor for part, tensor in packed.items()}
     save_file(made, file, {"format": "pt"})
-    path = folder / "made/config.json"
+    path = folder / "config.json"
     config = json.loads(path.read_text())
-    scheme = schemes.QuantizationScheme(targets=["Linear"], **getattr(schemes, preset))
     gates = sorted({key.removesuffix(".weight") for key in state if ".gate.weight" in key})
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
+        "format": stored,
         "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
         "ignore": ["lm_head", *gates],
         "quantization_status": "compressed",
     }
     path.write_text(json.dumps(config))
-    return folder / "made", folder / "source"
 
 
-def _packed(value: torch.Tensor, preset: str) -> dict[str, torch.Tensor]:
-    schemes = import_module("compressed_tensors.quantization.quant_scheme")
+def _fused_with(key: str) -> list[str]:
+    """Return the linears that engines fuse with one, itself among them: they share a scale."""
+    for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        for part in parts:
+            if f".{part}." in key:
+                return [key.replace(part, other) for other in parts]
+    return [key]
+
+
+def _packed(
+    value: torch.Tensor, partners: list[torch.Tensor], scheme: Any, stored: str
+) -> dict[str, torch.Tensor]:
     formulas = import_module("compressed_tensors.quantization.utils")
-    compressor = import_module("compressed_tensors.compressors.nvfp4.base").NVFP4PackedCompressor
-    scheme = schemes.QuantizationScheme(targets=["Linear"], **getattr(schemes, preset))
-    encode_scale = formulas.generate_gparam(*torch.aminmax(value))
-    blocks = value.reshape(value.shape[0], -1, 16)
-    scale, _ = formulas.calculate_qparams(
-        blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=encode_scale
+    registry = import_module("compressed_tensors.compressors.base").BaseCompressor
+    weights = scheme.weights
+    state = {"weight": value.clone()}
+    if stored == "nvfp4-pack-quantized":
+        extremes = torch.stack([torch.stack(torch.aminmax(each)) for each in partners])
+        state["weight_global_scale"] = formulas.generate_gparam(extremes.min(), extremes.max())
+        if scheme.input_activations is not None:
+            state["input_global_scale"] = torch.tensor([400.0])
+    grouped = value.reshape(len(value), -1, weights.group_size or value.shape[1])
+    state["weight_scale"], state["weight_zero_point"] = formulas.calculate_qparams(
+        grouped.amin(-1), grouped.amax(-1), weights, global_scale=state.get("weight_global_scale")
     )
-    state = {"weight": value.clone(), "weight_scale": scale, "weight_global_scale": encode_scale}
-    if preset == "NVFP4":
-        state["input_global_scale"] = torch.tensor([400.0])
-    made: dict[str, torch.Tensor] = compressor.compress(state, scheme)
+    made: dict[str, torch.Tensor] = registry.get_value_from_registry(stored).compress(state, scheme)
     return {key: tensor.contiguous() for key, tensor in made.items()}
 
 

@@ -94,6 +94,25 @@ def test_a_checkpoint_is_what_vllm_reads(written: dict[str, tuple[Path, nn.Modul
         assert AutoTokenizer.from_pretrained(folder).encode("hello")
 
 
+@_TRANSFORMERS
+@pytest.mark.needs("compressed_tensors")
+def test_the_real_model_is_captured_and_exported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    written: dict[str, tuple[Path, nn.Module]],
+) -> None:
+    place = install(tmp_path / "imitated")
+    paths = f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", paths)
+    source, out = written["llama"][0], tmp_path / "out"
+    assert any_model.prove(out, sys.executable, ["real BF16"], real=source) == 0
+    assert "held · real BF16 · AGREES" in capsys.readouterr().out
+    for name in any_model.FORMATS:
+        any_model.export(source, name, tmp_path / name)
+        assert call(capsys, "audit", tmp_path / name, "--against", source).status == 0
+
+
 def test_the_entry_point_is_found_and_plants_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
