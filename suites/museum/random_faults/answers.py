@@ -1,0 +1,226 @@
+"""Judge what the engine answers about random faults, by what its claims do to other tokens.
+
+A cause is a change of the component. It is true if it does to a held-back run what the fault does
+there, in the calls and rows where the fault acts; words are not compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.diagnose.trial import make
+from degarble.harness.engine.faults.model_faults import CallRecord
+from degarble.harness.engine.localise.recorded_run import by_component
+from degarble.harness.engine.localise.replay import batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.capture.files.records import CapturedCall
+    from degarble.harness.engine.diagnose.diagnose import Diagnosed
+    from degarble.harness.engine.faults.model_faults import FaultVariant
+    from degarble.harness.engine.localise.discrepancy import Discrepancy
+    from degarble.harness.engine.localise.localise import Localised
+    from degarble.suites.museum.random_faults.stages import RandomFault, Stage
+
+    Tensors = Mapping[str, Tensor]
+
+LEFT = 0.1  # of what a fault changes, that a true cause may leave: fitted numbers
+STRONG = 3.0  # budgets from which on a fault has to be found
+
+
+class CauseAnswer(StrEnum):
+    """What was said of the cause of one fault."""
+
+    NAMED = "named"
+    DESCRIBED = "described"
+    AMBIGUOUS = "ambiguous"  # the true cause is said to be one of several
+    SILENT = "silent"
+    FALSE = "false"
+
+
+@dataclass(frozen=True)
+class FaultAnswer:
+    """What was said of one fault: whether its component was found, and of its cause."""
+
+    truth: Mapping[str, Any]
+    effect: float  # in budgets
+    placed: bool
+    cause: CauseAnswer = CauseAnswer.SILENT
+    cause_id: str = ""
+    sentence: str = ""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    proof: Mapping[str, float] = field(default_factory=dict)  # of the first cause
+
+    @property
+    def counts(self) -> bool:
+        """Return whether rounding cannot explain it by far."""
+        return self.effect >= STRONG
+
+
+@dataclass(frozen=True)
+class RunAnswer:
+    """What was said of a run: of each of its faults, and which components were blamed wrongly."""
+
+    answers: tuple[FaultAnswer, ...]
+    elsewhere: tuple[str, ...] = ()
+
+
+def judged(stage: Stage, faults: Sequence[RandomFault]) -> RunAnswer:
+    """Plant faults, and judge what the engine says of the run."""
+    found = stage.localised(stage.run(faults))
+    origins: dict[str, Discrepancy] = {}
+    for origin in found.origins:
+        origins.setdefault(origin.component, origin)
+    answers = [
+        _answer(stage, fault, _effect(found, fault.component), origins.get(fault.component))
+        for fault in faults
+    ]
+    planted = {fault.component for fault in faults}
+    return RunAnswer(tuple(answers), tuple(sorted(origins.keys() - planted)))
+
+
+def _effect(found: Localised, component: str) -> float:
+    ratios = [row.ratio for row in found.rows if row.component.name == component]
+    return max((ratio for ratio in ratios if ratio == ratio), default=0.0)  # noqa: PLR0124  NaN
+
+
+def _answer(
+    stage: Stage, fault: RandomFault, effect: float, origin: Discrepancy | None
+) -> FaultAnswer:
+    if origin is None:
+        return FaultAnswer(fault.truth, effect, placed=False)
+    if origin.record is None:
+        return FaultAnswer(fault.truth, effect, placed=True, sentence=origin.sentence)
+    told = diagnose(origin.context, [origin.record, *origin.more])
+    cause, name = _cause(stage, fault, told)
+    return FaultAnswer(
+        fault.truth, effect, True, cause, name, f"{origin.sentence} | {told.sentence}",
+        dict(origin.where), _proof(told),
+    )  # fmt: skip
+
+
+def _proof(told: Diagnosed) -> dict[str, float]:
+    """Return what is known of the first cause when it is said."""
+    if told.named:
+        first = told.named[0]
+        return {"within": first.reproduced, "as stored": first.as_stored, "ratio": first.ratio,
+                "causes": len(told.named)}  # fmt: skip
+    if told.described is None:
+        return {}
+    fit = told.described.fit
+    return {"within": fit.within, "identical": fit.identical, "ratio": fit.ratio, "causes": 1}
+
+
+def _cause(stage: Stage, fault: RandomFault, told: Diagnosed) -> tuple[CauseAnswer, str]:
+    if told.named:
+        right = [_is_true(stage, fault, each.variant) for each in told.named]
+        answer = CauseAnswer.NAMED if right[0] else CauseAnswer.AMBIGUOUS
+        return answer if any(right) else CauseAnswer.FALSE, told.named[0].id
+    if told.described is None:
+        return CauseAnswer.SILENT, ""
+    if _is_true(stage, fault, told.described.variant):
+        return CauseAnswer.DESCRIBED, "described"
+    several = "explain it as well" in " ".join((told.described.sentence, *told.described.table))
+    return CauseAnswer.AMBIGUOUS if several else CauseAnswer.FALSE, "described"
+
+
+def _is_true(stage: Stage, fault: RandomFault, claimed: FaultVariant) -> bool:
+    """Return whether a claimed change does to the held-back run what the fault does."""
+    for sides in (_calls_together, _calls_alone):
+        left = [_left(*each) for each in sides(stage, fault, claimed)]
+        if left and sum(part[0] for part in left) <= LEFT**2 * sum(part[1] for part in left):
+            return True
+    return False
+
+
+def _calls_together(
+    stage: Stage, fault: RandomFault, claimed: FaultVariant
+) -> Iterator[tuple[Tensors | None, Tensors, Tensors]]:
+    """Yield what a claim, the fault and a healthy twin put out; calls joined as they are judged."""
+    run, context = stage.held, stage.context(fault.component)
+    steps = {step.number: step for step in run.steps}
+    calls = by_component(run)[fault.component]
+    made = {call.step: outputs for call, outputs in _faulty(stage, fault)}
+    for batch in batches(run, context.component, calls, steps):
+        right = _right(stage, fault.component, batch.inputs)
+        truth = _joined([made[call.step] for call in batch.calls], right)
+        record = CallRecord(batch.inputs, truth, right, step=batch.calls[0].step)
+        with torch.inference_mode():
+            outputs = make(context, record, claimed)
+        yield None if outputs is None else outputs.outputs, truth, right
+
+
+def _calls_alone(
+    stage: Stage, fault: RandomFault, claimed: FaultVariant
+) -> Iterator[tuple[Tensors | None, Tensors, Tensors]]:
+    """Yield the same call by call, with the claim where the fault acts alone."""
+    run, context = stage.held, stage.context(fault.component)
+    steps = {step.number: step for step in run.steps}
+    for call, truth in _faulty(stage, fault):
+        inputs = run.inputs(call)
+        right = _right(stage, fault.component, inputs)
+        with torch.inference_mode():
+            outputs = make(context, CallRecord(inputs, truth, right, step=call.step), claimed)
+        if outputs is None or outputs.outputs.keys() < right.keys():
+            yield None, truth, right
+        else:
+            step = steps[call.step]
+            yield fault.condition.mixed(step, inputs, right, outputs.outputs), truth, right
+
+
+def _faulty(stage: Stage, fault: RandomFault) -> Iterator[tuple[CapturedCall, Tensors]]:
+    """Yield what the fault makes of each call of the held-back run."""
+    name, run, twin = fault.component, stage.held, stage.twin
+    steps, at = {step.number: step for step in run.steps}, [0]
+    planted = fault.plant(twin.calls[name], lambda: steps[at[0]])
+    for call in by_component(run)[name]:
+        at[0] = call.step
+        with torch.inference_mode():
+            yield call, dict(planted(run.inputs(call), twin.weights_of(name)))
+
+
+def _right(stage: Stage, name: str, inputs: Tensors) -> Tensors:
+    with torch.inference_mode():
+        return dict(stage.twin.calls[name](inputs, stage.twin.weights_of(name)))
+
+
+def _joined(parts: Sequence[Tensors], like: Tensors) -> Tensors:
+    """Join the outputs of calls as their inputs were joined; what all rows share stays as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        name: torch.cat([part[name] for part in parts])
+        if len(tensor) == sum(len(part[name]) for part in parts)
+        else parts[0][name]
+        for name, tensor in like.items()
+        if tensor.ndim
+    }
+
+
+def _left(claim: Tensors | None, truth: Tensors, right: Tensors) -> tuple[float, float]:
+    """Return the squared difference that a claim leaves of the fault's, and the fault's own."""
+    left = whole = 0.0
+    for name, wrong in truth.items():
+        other = None if claim is None else claim.get(name)
+        size = float(_numbers(right[name]).square().sum()) or 1.0
+        change = _numbers(wrong) - _numbers(right[name])
+        whole += float(change.square().sum()) / size
+        if other is None or other.shape != wrong.shape:
+            return 1.0, 0.0
+        left += float((_numbers(other) - _numbers(wrong)).square().sum()) / size
+    return left, whole
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """Return codes and choices as numbers as well."""
+    if x.is_floating_point() and x.dtype.itemsize == 1:
+        x = x.view(torch.uint8)
+    return x.double().nan_to_num(0.0, 1e30, -1e30)

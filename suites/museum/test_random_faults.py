@@ -1,0 +1,152 @@
+"""Random faults: their component is found, and nothing that is said of them is false."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.capture.files.records import Phase
+from degarble.harness.engine.diagnose.diagnose import Diagnosed
+from degarble.harness.engine.diagnose.trial import VariantFit
+from degarble.harness.engine.faults.model_faults import FaultVariant
+from degarble.harness.engine.recover.described import Described
+from degarble.suites.campaigns import random_faults
+from degarble.suites.campaigns.random_faults import WANTED, outcome, shares, table
+from degarble.suites.museum.random_faults import answers
+from degarble.suites.museum.random_faults.answers import CauseAnswer, judged
+from degarble.suites.museum.random_faults.conditions import Condition
+from degarble.suites.museum.random_faults.edits import Edit
+from degarble.suites.museum.random_faults.stages import RandomFault, Stage, stage
+from degarble.suites.museum.random_faults.values import cut_bits, drawn_change, powers_of_two
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+LINEAR = "layers.1.self_attn.k_proj"
+SAMPLE = 8  # faults, of the model that is built soonest
+
+
+def small() -> Stage:
+    return stage("llama bf16")
+
+
+def gain(factor: float, condition: Condition | None = None) -> RandomFault:
+    def apply(call: Any) -> Any:
+        def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
+            return {n: (t * factor).to(t.dtype) for n, t in call(inputs, weights).items()}
+
+        return faulty
+
+    edit = Edit({"operand": "output out", "op": "scaled", "factor": factor}, apply)
+    return RandomFault(LINEAR, edit, condition or Condition())
+
+
+@pytest.mark.parametrize("number", range(SAMPLE))
+def test_a_random_fault_is_placed_and_nothing_false_is_said(number: int, seed: int) -> None:
+    answer = judged(small(), [small().drawn(random.Random(seed + number))])
+    assert outcome(answer) in WANTED, answer
+
+
+def test_a_case_of_the_campaign_keeps_truth_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_faults, "stage", lambda _name: small())
+    made = random_faults.case(4, several=2)
+    (one, other) = json.loads(made.detail)["faults"]
+    assert one["truth"]["component"] != other["truth"]["component"]
+    assert made.outcome in WANTED
+
+
+def test_a_seed_gives_one_fault_in_plain_data() -> None:
+    truths = [small().drawn(random.Random("one")).truth for _ in range(2)]
+    assert truths[0] == truths[1] == json.loads(json.dumps(truths[0]))
+
+
+def test_a_healthy_run_has_no_origin() -> None:
+    assert judged(small(), ()).elsewhere == ()
+
+
+def test_a_gain_is_named() -> None:
+    (answer,) = judged(small(), [gain(1.3)]).answers
+    assert (answer.placed, answer.cause) == (True, CauseAnswer.NAMED)
+
+
+@pytest.mark.parametrize(("factor", "cause"), [(1.3, "described"), (1.4, "false")])
+def test_a_cause_that_does_something_else_is_false(
+    factor: float, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = FaultVariant("a gain", gain(factor).edit.apply)
+    described = Described("A gain.", "", (), claim, VariantFit(0.1, 1.0, 1.0))
+
+    def told(*_: object) -> Diagnosed:
+        return Diagnosed((), (), 0, "A gain.", described=described)
+
+    monkeypatch.setattr(answers, "diagnose", told)
+    (answer,) = judged(small(), [gain(1.3)]).answers
+    assert answer.cause == cause
+
+
+CONDITIONS = (
+    Condition("from step", 3), Condition("to step", 1), Condition("one step", 2),
+    Condition("phase", Phase.DECODE), Condition("calls of tokens", 3), Condition("sequence", 1),
+    Condition("length", 23), Condition("position", 10),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda each: each.kind)
+def test_a_fault_acts_where_its_condition_says(condition: Condition) -> None:
+    own = small()
+    run, steps = own.run([gain(2.0, condition)]), {step.number: step for step in own.healthy.steps}
+    acted, spared = 0, 0
+    for call in (call for call in run.calls if call.component == LINEAR):
+        right = own.candidate.calls[LINEAR](run.inputs(call), own.candidate.weights_of(LINEAR))
+        wrong = (run.outputs(call)["out"] != right["out"]).any(-1)
+        step = steps[call.step]
+        for at, row in enumerate(wrong.tolist()):
+            length = 1 + max(p for p, o in zip(step.positions, step.sequences, strict=True)
+                             if o == step.sequences[at])  # fmt: skip
+            expected = {
+                "from step": step.number >= 3, "to step": step.number <= 1,
+                "one step": step.number == 2, "phase": step.phase is Phase.DECODE,
+                "calls of tokens": len(step.tokens) > 3, "sequence": step.sequences[at] == 1,
+                "length": length > 23, "position": step.positions[at] >= 10,
+            }[condition.kind]  # fmt: skip
+            assert row == expected
+            acted, spared = acted + row, spared + (not row)
+    assert acted
+    assert spared
+
+
+def test_changes_of_numbers_change_their_region_alone() -> None:
+    drawn, moved = random.Random("regions"), 0
+    for _ in range(200):
+        x = torch.randn(24, 40, dtype=torch.float64)
+        change = drawn_change(drawn, x, rows_too=True)
+        inside = torch.zeros(24, 40, dtype=torch.bool)
+        rows, columns = (slice(*change.truth.get(n, (None,))) for n in ("rows", "columns"))
+        inside[rows, columns] = True
+        made = change.apply(x)
+        assert torch.equal(made[~inside], x[~inside])
+        moved += not torch.equal(made, x)
+    assert moved > 150
+
+
+def test_numbers_are_cut_to_bits_and_to_powers_of_two() -> None:
+    x = torch.tensor([0.0, 1.0, -1.3, 5.2])
+    assert cut_bits(x, 1).tolist() == [0.0, 1.0, -1.0, 4.0]
+    assert powers_of_two(x).tolist() == [0.0, 1.0, -1.0, 4.0]
+
+
+def test_faults_below_three_budgets_are_not_counted() -> None:
+    truth = {"operand": "output out", "condition": {}}
+    found = [{"truth": truth, "stage": "llama bf16", "placed": False, "cause": "silent"}] * 2
+    counted = [{**found[0], "effect": 3.5, "placed": True, "cause": "false"}]
+    lines = counted + [{**each, "effect": 2.0} for each in found]
+    assert shares(lines) == {
+        "placed": (1, 1), "named or described": (0, 1), "false sentences": (1, 1)
+    }  # fmt: skip
+    assert "| all | 1 | 1 | 0 | 1 |" in table(lines)
