@@ -92,6 +92,13 @@ class TracedRecorder:
         stack.callback(end.remove)
         stack.enter_context(_attention_seen(self))
 
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Record every forward pass of a model; the hooks are removed on exit."""
+        with ExitStack() as stack:
+            self.install(model, stack)
+            yield
+
     def _begin(self, _model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = named.get("input_ids", args[0] if args else None)
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -401,6 +408,5 @@ def recording(
 
     `first_sequence` is the number of the first sequence of a batch in the whole run.
     """
-    with ExitStack() as stack:
-        TracedRecorder(config, recorder, first_sequence).install(model, stack)
+    with TracedRecorder(config, recorder, first_sequence).watching(model):
         yield

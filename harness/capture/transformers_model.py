@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from degarble.harness.base.errors import NotBuilt
-from degarble.harness.capture.traced import recording
+from degarble.harness.capture.traced import TracedRecorder
 from degarble.harness.inference.model import LogitsModel
 from degarble.harness.inference.traced import meta_model
 from degarble.harness.model.family import family_of
 from degarble.references.linears import matrix_parts
 from degarble.references.traced.family import TracedModel, logical_name
+from degarble.references.traced.trace import ParameterRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,18 @@ if TYPE_CHECKING:
     from degarble.harness.inference.model import OpenModel
     from degarble.references.model import Sequence
 
+    _Place = tuple[str, nn.Module, str]  # a parameter, the module that holds it, its name there
+
 BF16 = "bf16"  # the arithmetic of a run on decoded weights and inputs as they are
+
+
+@dataclass
+class _SequenceRun:
+    """A sequence, kept so that no two have one id, its recorder, and the cache of earlier calls."""
+
+    sequence: Sequence
+    recorder: TracedRecorder
+    cache: Any = None  # of the class that the model makes itself
 
 
 class TransformersModel(LogitsModel):
@@ -42,30 +54,29 @@ class TransformersModel(LogitsModel):
         super().__init__(bound)
         self._model: Any = _FilledModel(bound, held=held).model
         self._recorder = recorder
-        # The sequence itself is kept too, so that no two have one id.
-        self._caches: dict[int, tuple[Sequence, Any]] = {}
+        self._runs: dict[int, _SequenceRun] = {}
 
     def next_logits(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
         """Return logits [B, V] after each sequence's last new token, one sequence after another."""
         return torch.stack([self._next(*each) for each in zip(sequences, tokens, strict=True)])
 
     def _next(self, sequence: Sequence, new: Tensor) -> Tensor:
-        from transformers import DynamicCache  # noqa: PLC0415  heavy
-
-        if id(sequence) not in self._caches:
-            cache = DynamicCache(config=self._model.config)
-            self._caches[id(sequence)] = sequence, cache
-        number = list(self._caches).index(id(sequence))
-        _, cache = self._caches[id(sequence)]
-        config: Any = self.config
-        with torch.inference_mode(), recording(self._model, config, self._recorder, number):
+        run = self._run_of(sequence)
+        with torch.inference_mode(), run.recorder.watching(self._model):
             made = self._model(
-                input_ids=new[None], past_key_values=cache, use_cache=True,
+                input_ids=new[None], past_key_values=run.cache, use_cache=True,
                 **self._positions(sequence.length, len(new)),
             )  # fmt: skip
+        run.cache = getattr(made, "past_key_values", None)
         sequence.length += len(new)
         logits: Tensor = made.logits[0, -1]
         return logits
+
+    def _run_of(self, sequence: Sequence) -> _SequenceRun:
+        if id(sequence) not in self._runs:
+            recorder = TracedRecorder(self.config, self._recorder, len(self._runs))
+            self._runs[id(sequence)] = _SequenceRun(sequence, recorder)
+        return self._runs[id(sequence)]
 
     def _positions(self, begin: int, count: int) -> dict[str, Tensor]:
         """Return positions for a model that takes them: not every one counts those before."""
@@ -84,23 +95,42 @@ class _FilledModel:
         self.model = meta_model(config)
         # Tied parameters are one object under two names; a trace knows the first.
         names = {id(each): name for name, each in self.model.named_parameters()}
-        for path, module in self.model.named_modules():
-            own = {local: names[id(each)] for local, each in _own(module)}
+        known = dict(self.model.named_modules())
+        places: dict[str, list[_Place]] = {
+            path: [(names[id(each)], module, local) for local, each in _own(module)]
+            for path, module in known.items()
+        }
+        owned = {each[0]: each for own in reversed(places.values()) for each in own}
+        for operation in self._trace.operations:
+            # A module may read the weights of a child that it does not run, as a convolution's.
+            read = {ref.name for ref in operation.reads() if isinstance(ref, ParameterRef)}
+            own = places[operation.module]
+            own += [owned[name] for name in read - {each[0] for each in own} if name in owned]
+        for path, module in known.items():
             self._fill_buffers(path, module)
-            if own:
-                module.register_forward_pre_hook(partial(self._fill, own))
-                if not held:
-                    module.register_forward_hook(partial(self._drop, dict(_own(module))))
+            if places[path]:
+                self._fill_when_it_runs(module, places[path])
 
-    def _fill(self, own: dict[str, str], module: nn.Module, _args: Any) -> None:
-        for local, name in own.items():
-            held = module._parameters[local]  # noqa: SLF001
-            if held is not None and held.is_meta:
-                made = nn.Parameter(self._value(name), requires_grad=False)
-                module._parameters[local] = made  # noqa: SLF001
+    def _fill_when_it_runs(self, module: nn.Module, read: list[_Place]) -> None:
+        """Fill what a module reads before it runs, and empty it afterwards where none is held."""
+        filled: list[tuple[nn.Module, str, Any]] = []
 
-    def _drop(self, own: dict[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
-        module._parameters.update(own)  # noqa: SLF001
+        def fill(*_: Any) -> None:
+            for name, owner, local in read:
+                empty = owner._parameters[local]  # noqa: SLF001
+                if empty is not None and empty.is_meta:
+                    made = nn.Parameter(self._value(name), requires_grad=False)
+                    owner._parameters[local] = made  # noqa: SLF001
+                    filled.append((owner, local, empty))
+
+        def drop(*_: Any) -> None:
+            while filled:
+                owner, local, empty = filled.pop()
+                owner._parameters[local] = empty  # noqa: SLF001
+
+        module.register_forward_pre_hook(fill)
+        if not self._held:
+            module.register_forward_hook(drop)
 
     def _fill_buffers(self, path: str, module: nn.Module) -> None:
         for local, buffer in module.named_buffers(recurse=False):

@@ -85,9 +85,6 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "longcat_flash": {**_LATENT, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 4},
     "dots1": {**_THREE, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     **dict.fromkeys(("exaone_moe", "hy_v3", "mimo_v2_flash"), _THREE),
-    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
-    "jamba": {**_MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 32},
     "zamba": {
         **_MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "attention_head_dim": 32,
         "attention_hidden_size": 128, "num_key_value_heads": 4,
@@ -129,7 +126,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 _ALWAYS = ("head_dim", "pad_token_id", "is_decoder")  # though a config states none
 _MOST = 20_000_000  # parameters of a tiny model
 _SECONDS = 240  # for one architecture
-_NEAR = 2e-5  # of the largest logit
+_NEAR = 1e-4  # of the largest logit: Zamba 2 itself is 5e-5 off between float32 and float64
 RUNS = (("eager", torch.float32), ("eager", torch.bfloat16), ("sdpa", torch.bfloat16))
 
 

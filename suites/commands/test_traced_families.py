@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from degarble.harness.capture.capture import CaptureSettings, capture
 from degarble.harness.capture.files.reader import Capture
 from degarble.suites.commands.calls import call
 from degarble.suites.commands.traced_checkpoints import PROMPT, TEMPLATE, write_checkpoint
@@ -24,19 +26,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.needs("transformers")
 
-QUICK = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
-# Not right by command yet: their states of earlier calls, and a cache class of its own.
-_RECURRENT = frozenset(
-    {
-        "qwen3_next", "qwen3_5_text", "nemotron_h", "minimax", "granitemoehybrid", "falcon_h1",
-        "lfm2",
-    }
+QUICK = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "lfm2")
+RECURRENT = (
+    "qwen3_next", "qwen3_5_text", "nemotron_h", "minimax", "granitemoehybrid", "falcon_h1", "lfm2",
+    "mamba", "mamba2", "jamba", "bamba", "zamba2",
 )  # fmt: skip
-NAMES = [
-    pytest.param(n, marks=() if n in QUICK else pytest.mark.slow)
-    for n in ARCHITECTURES
-    if n not in _RECURRENT
-]
+NAMES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ARCHITECTURES]
 _SETTLED = ("--prompt", PROMPT, "--max-new-tokens", 3)
 
 
@@ -91,6 +86,21 @@ def test_a_chat_follows_the_template_of_the_checkpoint(capsys: Capsys, tmp_path:
     refused = call(capsys, "generate", source, "--chat", *_SETTLED)
     assert refused.status == 2
     assert "chat template" in refused.err
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "lfm2" else pytest.mark.slow) for n in RECURRENT]
+)
+def test_two_sequences_agree_in_float32_by_streamed_weights(
+    capsys: Capsys, tmp_path: Path, name: str
+) -> None:
+    source = write_checkpoint(tmp_path / name, name, torch.float32)
+    settings = CaptureSettings(new_tokens=3, backend="transformers", held_values=0)
+    prompts = [tuple(range(5, 28)), tuple(range(60, 77))]
+    capture(source, prompts, tmp_path / "run", lambda _streamed: nullcontext(), settings)
+    found = checked(capsys, tmp_path / "run", source)
+    assert found["verdict"] == "AGREES", found["origins"]
+    assert any("by a measured budget" in note for note in found["notes"])
 
 
 _PATCH = """

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
+MEASURED = "measured, not derived"  # how the derivation of such a budget begins
 MISTAKEN = 1e-12  # probability that a place of a healthy run exceeds its bound
 WIDTH = 10
 _LOG = math.log(1 / MISTAKEN)
@@ -373,6 +374,11 @@ class OutputResult:
     def derivation(self) -> tuple[str, ...]:
         """Return the derivation of the budget, in words."""
         return self._reasons.derivation
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether the budget was measured, because none is derived for such a component."""
+        return any(line.startswith(MEASURED) for line in self.derivation)
 
     @property
     def allowed_length(self) -> float:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from degarble.harness.base.errors import Undecided
 from degarble.harness.engine.budget.bounded_values import BoundedValue
-from degarble.harness.engine.budget.budget import Budget
+from degarble.harness.engine.budget.budget import MEASURED, Budget
 from degarble.harness.engine.budget.codes_and_choices import NO_FINDING, ChoiceResult, chosen_among
 from degarble.harness.engine.budget.quantised_inputs import quantised_bound
 from degarble.harness.engine.budget.rules import (
@@ -249,7 +249,7 @@ def _measured(call: JudgeableCall, facts: TracedFacts) -> dict[str, Budget]:
         for name, out in exact_.items():
             squares[name] += (moved[name] - out).square() / _RUNS
     words = (
-        f"measured, not derived: {_RUNS} runs whose operations err by {number(share)} of a result",
+        f"{MEASURED}: {_RUNS} runs whose operations err by {number(share)} of a result",
         f"slack = {_SPREAD} deviations of the element and of its row",
     )
     budgets = {}

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 
 _MOST_RANKS = 4096
 _TAKING_NUMBERS = frozenset({"traced.linear", "traced.experts"})  # and may quantise them
+_LISTED = 6  # components that a note names
 _EARLIER = 4  # earlier calls kept with a wrong input: stale values come from these
 
 
@@ -333,6 +334,7 @@ class _Work:
         apart = self._run.facts.get("ranks_apart")
         if isinstance(apart, list) and apart:
             self._notes.append(f"{len(apart)} copies differ between ranks, such as {apart[0]}")
+        self._notes += _measured(rows)
         first = None
         for component in judged:
             first = earlier_of(first, component.non_finite)
@@ -480,6 +482,17 @@ class _Work:
             CallRecord(self._run.inputs(captured_call), {}, {}, step=captured_call.step)
             for captured_call in chosen
         )
+
+
+def _measured(rows: Sequence[OutputRow]) -> list[str]:
+    """Return the note on components whose budget was measured; empty where all are derived."""
+    of_rows = [row for row in rows if row.judged is not None and row.judged.is_measured]
+    names = [*dict.fromkeys(row.component.name for row in of_rows)]
+    if not names:
+        return []
+    several = f"{len(names)} components were" if len(names) > 1 else "1 component was"
+    listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+    return [f"{several} judged by a measured budget, not by a derived one: {listed}"]
 
 
 def _is_stored(call: CapturedCall) -> bool:

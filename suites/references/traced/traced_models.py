@@ -121,6 +121,20 @@ ARCHITECTURES: dict[str, Mapping[str, Any]] = {
     "diffllama": _WIDE,
     "bloom": {"n_head": 4, "n_layer": 2},
     "mamba": {"state_size": 8, "time_step_rank": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 32},
+    "jamba": {
+        "intermediate_size": 96, "mamba_d_state": 16, "mamba_dt_rank": 8, "num_hidden_layers": 4,
+        "num_experts": 8, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
+    },
+    "bamba": {
+        "intermediate_size": 96, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
+        "mamba_chunk_size": 32, "num_hidden_layers": 4, "attn_layer_indices": [1, 3],
+    },
+    "zamba2": {
+        "intermediate_size": 96, "num_key_value_heads": 4, "n_mamba_heads": 8, "mamba_d_state": 16,
+        "chunk_size": 32, "adapter_rank": 8, "use_mem_rope": True, "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+    },
     "lfm2": {
         "intermediate_size": 96, "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "full_attention"],
