@@ -296,6 +296,8 @@ def _input(graph: Graph, names: Mapping[str, str], name: str, number: int) -> In
         number, via = source.number, f"{VIEW}{number}"
         if number in (graph.trace.positions.number, graph.trace.tokens.number):
             return Input(name, (), via)
+    if number not in graph.makers:
+        return Input(name, (), "")  # of an operation that no model has
     component, output = graph.makers[number]
     site = Site(names[component], Port.OUT, "" if output == "out" else output)
     return Input(name, (site,), via)

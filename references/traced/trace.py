@@ -26,7 +26,7 @@ from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuil
 from degarble.references.traced.attention import MASK, MASKED, MaskOperator, facts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -42,6 +42,7 @@ def named(text: str) -> frozenset[str]:
 
 
 TOKENS = 1009  # of a call that is traced for any number of them
+_NO_TOKENS = 2_147_483_647  # a prime that no extent is: of a function on tensors of given shapes
 _NO_EXTENT = 1 << 40  # slices to the end of an axis say 2^63 - 1
 # Operators that move or copy elements and compute none.
 VIEWS = named(
@@ -374,6 +375,37 @@ def _traced(model: nn.Module, buffers: Mapping[str, Tensor], tracer: _Tracer) ->
         tuple(tracer.tensors), tuple(tracer.operations), tuple(tracer.boundaries),
         tuple(tracer.modules), tokens, at, Ref(tracer.number(logits)), parameters, dict(buffers),
     )  # fmt: skip
+
+
+def trace_function(
+    function: Callable[..., Any], inputs: Mapping[str, Any], parameters: nn.Module
+) -> tuple[Trace, dict[str, Ref], dict[str, Ref]]:
+    """Trace one function on tensors of the shapes of its inputs; return its ends as well.
+
+    `parameters` holds what it reads by name besides; it is a module on the meta device.
+    """
+    with torch.inference_mode(mode=False), _disable_current_modes(), torch.no_grad():
+        tracer = _Tracer(parameters, _NO_TOKENS)
+        given = {
+            name: each.to("meta") if isinstance(each, torch.Tensor) else each
+            for name, each in inputs.items()
+        }
+        none = torch.empty(0, dtype=torch.int64, device="meta")
+        refs = {
+            name: Ref(tracer.number(each))
+            for name, each in given.items()
+            if isinstance(each, torch.Tensor)
+        }
+        outside = Ref(tracer.number(none))
+        with tracer:
+            made = function(given, parameters)
+        ends = {name: Ref(tracer.number(each)) for name, each in made.items()}
+    held = {name: _described(each, _NO_TOKENS) for name, each in parameters.named_parameters()}
+    found = Trace(
+        tuple(tracer.tensors), tuple(tracer.operations), (), (), outside, outside,
+        next(iter(ends.values())), held, {},
+    )  # fmt: skip
+    return found, refs, ends
 
 
 def _watch(tracer: _Tracer, path: str, module: nn.Module, stack: ExitStack) -> None:

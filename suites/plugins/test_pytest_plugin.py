@@ -297,7 +297,7 @@ def test_wrong(judge):
     result = house.pytester.runpytest_inprocess("-p", PLUGIN)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*128 of 128 elements are each beyond their budget*"])
-    result.stdout.fnmatch_lines(["*cause: M43.whole: the factor 2*"])
+    result.stdout.fnmatch_lines(["*cause: M43.whole: a gain of 2.000*"])
 
 
 @pytest.mark.parametrize(

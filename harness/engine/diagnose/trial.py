@@ -124,6 +124,7 @@ _STORED_WITHIN = frozenset({
 })  # fmt: skip
 _SCALE_UNITS = 16 * 2.0**-24  # of a float32 scale: two reciprocals within 2 units, twice
 _SPACINGS = 2  # of the stored format: a producer's value and the same one computed again
+_STORED_SUM = 2.0**-7  # a spacing of BF16 near 1
 _LAST_DIGITS = 4  # spacings of float32 at a row's largest number, for a step that a fault adds
 _OF_DIFFERENCE = 1e-4  # that such a variant may leave
 _TINY = 1e-30
@@ -138,6 +139,7 @@ class VariantOutputs:
     weights: Mapping[str, Weight]
     stretch: Mapping[str, float]  # how much the variant enlarged an output after the call
     facts: ModelFacts | None = None  # of a traced component that runs with other ones
+    stores_within: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,8 @@ def make(
         for name, output in outputs.items()
     }
     facts = facts_of(applied) if context.component.kind else None
-    return VariantOutputs(typed, seen["inputs"] or record.inputs, operands[0], stretch, facts)
+    given = seen["inputs"] or record.inputs
+    return VariantOutputs(typed, given, operands[0], stretch, facts, variant.stores_within)
 
 
 def _left_open(variant: FaultVariant, made: Tensor, seen: Tensor) -> Tensor:
@@ -348,8 +351,11 @@ def proof(
     for name, (ratio, text) in ratios.items():
         # A variant that enlarges the output after the call enlarges its rounding errors as well.
         found = ratio / variant_outputs.stretch.get(name, 1.0)
-        if found > HEADROOM and call.role in _STORED_WITHIN:
-            found = min(found, _unlike_ratio(candidate[name], call.outputs[name], record, name))
+        if found > HEADROOM and (call.role in _STORED_WITHIN or variant_outputs.stores_within):
+            within = variant_outputs.stores_within
+            found = min(
+                found, _unlike_ratio(candidate[name], call.outputs[name], record, name, within)
+            )
         if found > HEADROOM and context.component.kind:
             found = min(found, _last_digits_ratio(candidate, call.outputs, record, name))
         if found >= worst:
@@ -366,7 +372,9 @@ def explained(
     return fit if fit is not None and fit.ratio <= HEADROOM else None
 
 
-def _unlike_ratio(c: Tensor, m: Tensor, record: CallRecord, name: str) -> float:
+def _unlike_ratio(
+    c: Tensor, m: Tensor, record: CallRecord, name: str, sums_stored: bool = False
+) -> float:
     """Judge roundings of intermediate stored values by counting them.
 
     The budget knows which of them may fall either way for the healthy numbers; a variant has other
@@ -376,7 +384,11 @@ def _unlike_ratio(c: Tensor, m: Tensor, record: CallRecord, name: str) -> float:
     if expected is None or c.shape != m.shape or c.shape != expected.shape:
         return math.inf
     unlike, before = (_unlike(c, tensor) for tensor in (m, expected))
-    if not bool(_within_spacings(c, m)[unlike].all()):
+    near = _within_spacings(c, m)
+    if sums_stored:  # partial sums are as large as the largest results of a row
+        largest = torch.maximum(c.double().abs(), m.double().abs()).amax(-1, keepdim=True)
+        near = near | ((c.double() - m.double()).abs() <= largest * _STORED_SUM)
+    if not bool(near[unlike].all()):
         return math.inf
     few = min(int(c.numel() * _ROUNDED_OTHERWISE), int(before.sum()) * _OF_BEFORE)
     count = int(unlike.sum())

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 PRODUCTS = (
     "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wkv_a", "attn.wkv_b", "attn.wo", "attn.wo_a",
     "attn.wo_b", "attn.indexer.wq_b", "attn.indexer.wk", "ffn.shared.w13", "ffn.shared.w2",
-    "ffn.w13", "ffn.w2", "ffn.experts.w13", "ffn.experts.w2", "ffn.gate", "head",
+    "ffn.w13", "ffn.w2", "ffn.experts.w13", "ffn.experts.w2", "traced.linear", "ffn.gate", "head",
 )  # fmt: skip
 _MORE = ("attn.attend", "ffn.experts.combine", "attn.inverse_rope")
 _VALUES = {"zeros": 0.0, "NaN": math.nan, "what lay there": 3.0e4}

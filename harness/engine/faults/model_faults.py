@@ -133,6 +133,7 @@ class FaultVariant:
     healthy, and are planted together with the variant. `needs_whole_call` variants depend on which
     rows and experts a call holds, so they must not be tried on a subset. `unknown` marks output
     elements that the variant leaves open, such as those read from memory that races.
+    `stores_within` variants round on the way, where a kernel's own order of sums may decide.
     """
 
     words: str
@@ -141,6 +142,7 @@ class FaultVariant:
     companions: Mapping[str, Callable[[ComponentCall], ComponentCall]] = field(default_factory=dict)
     needs_whole_call: bool = False
     unknown: Callable[[Tensor], Tensor] | None = None
+    stores_within: bool = False
 
     def passed_on(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]

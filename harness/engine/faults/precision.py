@@ -54,10 +54,11 @@ if TYPE_CHECKING:
 _LINEARS = (
     "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wkv_a", "attn.wkv_b", "attn.wo", "attn.wo_a",
     "attn.wo_b", "attn.indexer.wq_b", "attn.indexer.wk", "ffn.shared.w13", "ffn.shared.w2",
-    "ffn.w13", "ffn.w2", "ffn.experts.w13", "ffn.experts.w2",
+    "ffn.w13", "ffn.w2", "ffn.experts.w13", "ffn.experts.w2", "traced.linear",
 )  # fmt: skip
 _ROUNDED = (*_LINEARS, "attn.attend", "attn.norm", "attn.q_norm", "ffn.norm", "ffn.moe_sum")
 _BLOCK = 64  # of K
+_STEPS = (16, 32, 64, 128, 256)  # of K that are summed before a sum is stored
 _MOST_PARTS = 32  # that a sum is cut into, or a diagnosis would take minutes
 
 
@@ -126,13 +127,7 @@ def _before_the_scale(context: ComponentContext) -> Any:
 
         def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Any:
             known = call(inputs, weights)
-            scale = 1.0
-            for weight in weights.values():
-                if weight.tensor_scale is not None:
-                    scale = float(weight.tensor_scale.double().abs().max())
-            given = inputs.get("tensor_scale")
-            if given is not None:
-                scale *= float(given.double().abs().max())
+            scale = _tensor_scales(inputs, weights)
             made = _through(torch.float16, scale, exact(inputs, weights)["out"].double())
             return {**known, "out": made.to(known["out"].dtype)}
 
@@ -141,8 +136,23 @@ def _before_the_scale(context: ComponentContext) -> Any:
     return apply
 
 
-def _kept(context: ComponentContext, dtype: torch.dtype, block: int | None) -> Any:
-    """Add partial sums over blocks of K to a sum that is stored in `dtype`."""
+def _tensor_scales(inputs: Tensors, weights: Mapping[str, Any]) -> float:
+    """Return the product of the tensor scales of both operands."""
+    scale = 1.0
+    for weight in weights.values():
+        if weight.tensor_scale is not None:
+            scale = float(weight.tensor_scale.double().abs().max())
+    given = inputs.get("tensor_scale")
+    return scale if given is None else scale * float(given.double().abs().max())
+
+
+def _kept(
+    context: ComponentContext, dtype: torch.dtype, block: int | None, *, scaled: bool = True
+) -> Any:
+    """Add partial sums over blocks of K to a sum that is stored in `dtype`.
+
+    It is stored with its scales, or before tensor scales are multiplied.
+    """
     fine = with_facts(context, unrounded)
 
     def apply(call: Any) -> Any:
@@ -154,9 +164,11 @@ def _kept(context: ComponentContext, dtype: torch.dtype, block: int | None) -> A
             facts = facts_of(exact)
             width = max(weight.shape[1] for weight in weights.values())
             size = max(block or -(-width // 2), -(-width // _MOST_PARTS))
+            unit = 1.0 if scaled else _tensor_scales(inputs, weights)
             for begin in range(0, width, size):
                 some = decoded(facts, inputs, weights, partial(_alone, begin, begin + size))
-                total = (total + exact(some, weights)["out"].double()).to(dtype).double()
+                total = total + exact(some, weights)["out"].double()
+                total = (total / unit).to(dtype).double() * unit
             return {**known, "out": total.to(known["out"].dtype)}
 
         return faulty
@@ -172,12 +184,29 @@ def _alone(begin: int, end: int, x: Tensor) -> Tensor:
 
 
 def _sum_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    if context.component.kind:
+        yield from _sums_in_steps(context)
+        return
     for block in (_BLOCK, _BLOCK // 2):
         words = f"sums kept in BF16 from one {block} of K to the next"
         yield FaultVariant(words, _kept(context, torch.bfloat16, block), {"k": block})
     yield FaultVariant(
         "the two halves of K stored in BF16 and added", _kept(context, torch.bfloat16, None)
     )
+
+
+def _sums_in_steps(context: ComponentContext) -> Iterator[FaultVariant]:
+    width = max(weight.shape[-1] for weight in context.weights.values())
+    scaled = [True, False] if any(w.is_quantised for w in context.weights.values()) else [True]
+    for dtype, name in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
+        for block in _STEPS:
+            for with_scales in scaled if block < width else ():
+                place = "" if with_scales else ", in front of the tensor scales"
+                yield FaultVariant(
+                    f"sums kept in {name} after every {block} of K{place}",
+                    _kept(context, dtype, block, scaled=with_scales), {"k": block},
+                    stores_within=True,
+                )  # fmt: skip
 
 
 def _if_near(

@@ -91,6 +91,7 @@ from degarble.harness.engine.faults.tensor_scales import (
 from degarble.harness.engine.faults.traced.components import TRACED_COMPONENT_FAULTS
 from degarble.harness.engine.faults.traced.inputs import TRACED_INPUT_FAULTS
 from degarble.harness.engine.faults.traced.operations import TRACED_OPERATION_FAULTS
+from degarble.harness.engine.faults.traced.products import TRACED_PRODUCT_FAULTS
 from degarble.harness.engine.faults.traced.weights import TRACED_WEIGHT_FAULTS
 from degarble.harness.report.number_text import number
 
@@ -186,6 +187,14 @@ _OF_WEIGHTS = (
     TENSOR_ABSENT_FAULTS, WRONG_PRECISION_FAULTS, AFTER_LOADING_FAULTS, LOST_SIGN_FAULTS,
     ORDER_OF_SCALES_FAULTS, LOOKUP_EDGES_FAULTS, SKIPPED_LOAD_FAULTS, ONES_FOR_SCALES_FAULTS,
 )  # fmt: skip
+_OF_PRODUCTS = tuple(
+    fault
+    for fault in (*BAD_BUCKET_FAULTS, *RACES_FAULTS, *OUTPUT_PRECISION_FAULTS)
+    if fault.id in {
+        "M41.rows_unwritten", "M41.columns_unwritten", "M41.rows_repeated", "M37.tile",
+        "M40.coarse_output", "M40.small_accumulator", "M40.short_sums",
+    }
+)  # fmt: skip
 # Faults of components that are known by what they compute and not by a role: those of any weight,
 # and those by kind.
 KIND_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
@@ -196,6 +205,8 @@ KIND_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
             TRACED_COMPONENT_FAULTS,
             TRACED_INPUT_FAULTS,
             TRACED_OPERATION_FAULTS,
+            _OF_PRODUCTS,
+            TRACED_PRODUCT_FAULTS,
             INTEGER_GROUP_FAULTS,
             *_OF_WEIGHTS,
         )

@@ -20,7 +20,7 @@ from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.conventions.learned import LEANS
 from degarble.harness.engine.conventions.registry import OPERANDS, REGISTRY, read_conventions
-from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.diagnose.judge.bare import causes_of
 from degarble.harness.engine.diagnose.judge.gemm import judge_product, require_output
 from degarble.harness.engine.diagnose.judge.operations import (
     by_callable,
@@ -30,12 +30,7 @@ from degarble.harness.engine.diagnose.judge.operations import (
     swiglu,
 )
 from degarble.harness.engine.diagnose.judge.product import Product, excess_of
-from degarble.harness.engine.diagnose.judge.report import (
-    JudgedKernel,
-    NamedCause,
-    census_of,
-    elements_of,
-)
+from degarble.harness.engine.diagnose.judge.report import JudgedKernel, census_of, elements_of
 from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 from degarble.harness.engine.localise.recorded_run import word_of
 from degarble.harness.formats.dialects import CANONICAL
@@ -101,17 +96,10 @@ def judge_component(
     verdict = _verdict(judged)
     if verdict is not Verdict.DIFFERS or foreign:
         return JudgedKernel(component.name, verdict, judged)
-    found = diagnose(
-        ComponentContext(bound, component, recipe),
-        CallRecord(dict(inputs), outputs, dict(call.outputs)),
-    )
-    named = tuple(
-        NamedCause(fault.id, fault.fault.title, fault.evidence, fault.ratio)
-        for fault in found.named
-    )
-    tried = tuple(excluded.fault for excluded in found.excluded)
+    record = CallRecord(dict(inputs), outputs, dict(call.outputs))
+    causes = causes_of(ComponentContext(bound, component, recipe), [record])
     elements, census = _elements(judged, outputs, call)
-    return JudgedKernel(component.name, verdict, judged, elements, census, named, tried)
+    return JudgedKernel(component.name, verdict, judged, elements, census, causes)
 
 
 def _replayed(
@@ -335,14 +323,14 @@ def _in_steps_or_not(
     stated = setting.conventions.get(convention)
     if stated is not None:
         return judge_defined(name, make(in_steps=stated), output)
-    judged = judge_defined(name, make(), output)
+    judged = judge_defined(name, make(), output, search=False)
     if judged.verdict is not Verdict.DIFFERS:
         return judged
-    other = judge_defined(name, make(in_steps=True), output)
+    other = judge_defined(name, make(in_steps=True), output, search=False)
     # A wider budget alone is no evidence: the distance has to shrink clearly as well.
     if other.verdict is Verdict.AGREES and LEANS * other.distance < judged.distance:
         return replace(other, note=f"{REGISTRY[convention].words(value=True)} (learned)")
-    return judged
+    return judge_defined(name, make(), output)
 
 
 def _by_name(inputs: Any) -> dict[str, Any]:

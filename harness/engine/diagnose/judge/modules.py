@@ -12,7 +12,6 @@ import math
 import weakref
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,34 +24,35 @@ from degarble.harness.engine.conventions.learned import (
     conventions_used,
 )
 from degarble.harness.engine.conventions.registry import GEMM, LEARNED, OPERANDS
-from degarble.harness.engine.diagnose.judge.gemm import (
-    GemmCauseSearch,
-    agrees_at_once,
-    judge_product,
-    predicted,
+from degarble.harness.engine.diagnose.judge.bare import (
+    BareCall,
+    BareProduct,
+    product_causes,
+    stored_weight,
 )
+from degarble.harness.engine.diagnose.judge.gemm import agrees_at_once, judge_product
 from degarble.harness.engine.diagnose.judge.operations import by_callable, judge_defined
 from degarble.harness.engine.diagnose.judge.product import (
     OUTPUTS,
-    Explanation,
     MatrixOperand,
-    OutputSelection,
     Product,
-    ProductMismatch,
     all_finite,
 )
+from degarble.harness.engine.diagnose.judge.report import Causes
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.quantise import has_fast_decoder
+from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
 from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
     from torch import Tensor
 
     from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.engine.conventions.registry import ConventionUsed
+    from degarble.harness.engine.diagnose.judge.gemm import Search
     from degarble.harness.engine.diagnose.judge.report import JudgedKernel
     from degarble.harness.engine.localise.recorded_run import RecordedRun
 
@@ -60,8 +60,7 @@ HELD_VALUES = 1 << 28  # decoded values of weights that are kept: 1 GiB
 _REMEMBERED = 4  # agreeing calls of a component that are cached
 _WEIGHT, _BIAS, _IN, _OUT = "w", "bias", "x", "out"
 OTHER_MODULE = "O07.other_module"
-_SKETCHED = 8  # rows and columns on which another component's weight is tried first
-_NEAR = 0.1  # of their length: more is left where the weight is another one
+_MORE = 7  # calls besides the worst that a cause has to explain
 _SEARCHED = 2  # components of one form, at most, whose causes are searched in vain
 _NARROW = (torch.bfloat16, torch.float16)  # weights that are multiplied as they are
 
@@ -100,7 +99,7 @@ class Twin:
         call: CapturedCall,
         values: Mapping[str, Any],
         rows: Tensor | None,
-        search: GemmCauseSearch | None = None,
+        search: Search | None = None,
     ) -> JudgedKernel | None:
         """Judge one call of a run; of a product only `rows`, all of which are finite.
 
@@ -151,11 +150,27 @@ class Twin:
         outputs: Mapping[str, Tensor],
         values: Mapping[str, Any],
         rows: Tensor | None,
-        search: GemmCauseSearch | None = None,
+        search: Search | None = None,
     ) -> JudgedKernel | None:
         if component in self._definitions:
             made = by_callable(self._definitions[component], tuple(inputs.values()), None)
-            return judge_defined(component, made, dict(outputs))
+            return judge_defined(component, made, dict(outputs), search=search is not None)
+        made_of = self.product(component, inputs, outputs, values, rows)
+        if made_of is None:
+            return None
+        product, out = made_of
+        at_once = agrees_at_once(component, product, out)
+        return at_once or judge_product(component, product, out, search=search)
+
+    def product(
+        self,
+        component: str,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        rows: Tensor | None,
+    ) -> tuple[Product, Tensor] | None:
+        """Return a call as a product, and what came out; None where it is none."""
         if component not in self._weights or set(inputs) != {_IN} or set(outputs) != {_OUT}:
             return None
         x, out = inputs[_IN], outputs[_OUT]
@@ -169,12 +184,29 @@ class Twin:
         product = Product.from_operands(operand, self._operand(component), out.dtype, bias)
         if values:
             product = replace(product, operands=values.get(OPERANDS, DecodedOperands.EXACT))
-        at_once = agrees_at_once(component, product, out)
-        return at_once or judge_product(component, product, out, search=search)
+        return product, out
 
-    def search(self, component: str, only: frozenset[str] | None = None) -> GemmCauseSearch:
-        """Return the search for causes in a component: other components' weights come first."""
-        return GemmCauseSearch(partial(self._exchanged, component), only)
+    def search(
+        self,
+        component: str,
+        only: frozenset[str] | None = None,
+        more: Sequence[tuple[Product, Tensor]] = (),
+    ) -> Search:
+        """Return the search for causes in a component, which may have taken another's weight."""
+
+        def search(call: BareCall, reference: Mapping[str, Tensor]) -> Causes:
+            others = {
+                name: BareProduct(
+                    stored_weight(MatrixOperand(self._operand(name).stored)),
+                    None if parts.get(_BIAS) is None else Weight(value=parts[_BIAS]),
+                    call.product.dtype,
+                )
+                for name, parts in self._weights.items()
+                if name != component
+            }
+            return product_causes(call, reference, others, more, only)
+
+        return search
 
     def form(self, component: str) -> Hashable:
         """Return what causes depend on: a weight's format and shape, and whether it has a bias."""
@@ -184,22 +216,6 @@ class Twin:
         held = self._operand(component)
         kind = held.quantised.format.name if held.quantised is not None else _dtype_of(held)
         return kind, tuple(held.stored.shape), _BIAS in parts
-
-    def _exchanged(self, component: str, wrong: ProductMismatch) -> Iterator[Explanation]:
-        """Yield the products with other weights of the same shape that fit a few elements."""
-        part = OutputSelection(wrong.sample.rows[:_SKETCHED], wrong.sample.columns[:_SKETCHED])
-        seen, own = part.select_from(wrong.candidate).double(), self._operand(component)
-        for other, parts in self._weights.items():
-            if other == component or tuple(parts[_WEIGHT].shape) != tuple(own.stored.shape):
-                continue
-            product = replace(
-                wrong.product, w=self._operand(other), bias=parts.get(_BIAS, wrong.product.bias)
-            )
-            if float((product.select(*part).exact - seen).norm()) < _NEAR * float(seen.norm()):
-                yield Explanation(
-                    OTHER_MODULE, f"It computes with the weight of {other}",
-                    f"the weight of {other}", partial(predicted, product), other=other,
-                )  # fmt: skip
 
     def _operand(self, component: str) -> MatrixOperand:
         """Return the weight as an operand that was checked once.
@@ -419,15 +435,29 @@ class _Judging:
                     vain += [] if kernel.cause is not None else [name]
                 else:
                     words = f"no known fault explains {' or '.join(vain)}, which are of its form"
-                    kernel = replace(kernel, tried=(), note=words)
+                    kernel = replace(kernel, causes=Causes(), note=words)
             causes[form] |= {cause.fault for cause in kernel.named[:1]}
             found[name] = kernel
         return _in_pairs(found)
 
     def _searched(self, worst: _Worst, only: frozenset[str] | None) -> JudgedKernel:
-        search = self._twin.search(worst.call.component, only)
+        search = self._twin.search(worst.call.component, only, self._others(worst))
         kernel = self._twin.judge_call(self._run, worst.call, self._values, worst.rows, search)
         return worst.judged if kernel is None else kernel
+
+    def _others(self, worst: _Worst) -> list[tuple[Product, Tensor]]:
+        """Return further calls of a component, which a cause has to explain as well."""
+        found = []
+        for call in self._run.calls:
+            if call.component != worst.call.component or call is worst.call:
+                continue
+            inputs, outputs = self._run.inputs(call), self._run.outputs(call)
+            if not _is_without_rows(outputs) and _all_finite(inputs):
+                made = self._twin.product(call.component, inputs, outputs, self._values, None)
+                found += [] if made is None else [made]
+            if len(found) == _MORE:
+                break
+        return found
 
     def evidence(self) -> ConventionEvidence:
         """Return how the products of the run fit under given values."""
@@ -465,7 +495,8 @@ def _in_pairs(judged: Mapping[str, JudgedKernel]) -> dict[str, JudgedKernel]:
             first, second = (each for each in judged if each in {name, other})
             title = f"The weights of {first} and {second} are exchanged"
             cause = replace(kernel.cause, title=title, words=title)
-            found[name] = replace(kernel, named=(cause, *kernel.named[1:]))
+            causes = replace(kernel.causes, named=(cause, *kernel.named[1:]))
+            found[name] = replace(kernel, causes=causes)
     return found
 
 

@@ -18,9 +18,11 @@ from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, Unknown
 from degarble.harness.engine.budget import bounded_values
 from degarble.harness.engine.budget.budget import Budget, OutputResult, ResultBasis, judge
 from degarble.harness.engine.budget.rules import UNDERFLOW, U, cut_off, few, normed
+from degarble.harness.engine.diagnose.judge.bare import BareOperation, operation_causes
 from degarble.harness.engine.diagnose.judge.gemm import require_output
 from degarble.harness.engine.diagnose.judge.product import MatrixOperand, excess_of, require_finite
 from degarble.harness.engine.diagnose.judge.report import (
+    Causes,
     JudgedKernel,
     NamedCause,
     census_of,
@@ -31,8 +33,10 @@ from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.harness.formats.weight import Weight
-from degarble.harness.report.number_text import number, share
+from degarble.harness.report.number_text import number
 from degarble.harness.report.verdict import Verdict
+from degarble.references.traced.graph import StretchKind
+from degarble.references.traced.trace import BoundaryKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,21 +46,21 @@ if TYPE_CHECKING:
 _SILU_ROUNDINGS = 12  # as in budget/roles.py: exponential and quotient, two products
 _RUNS = 8  # runs of a callable with perturbed inputs
 _SPREAD = 6  # standard deviations allowed, since so few runs are measured
-_EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+_OWN = "operation"  # until it is judged under a name
 _OPERATIONS = 16  # roundings of the result allowed in addition, for any callable
 
 
 @dataclass(frozen=True, eq=False)
 class Defined:
-    """A definition's float64 outputs by name, and the function that builds each budget."""
+    """A definition's float64 outputs by name, the function that builds each budget, and its own."""
 
     outputs: Mapping[str, Tensor]
     budget: Callable[[str, Tensor], Budget]  # name, and the output rounded once
-    wrong: tuple[tuple[str, str, str, Tensor], ...] = ()  # fault, title, words, output in float64
+    operation: BareOperation
 
 
-def judge_defined(name: str, defined: Defined, output: Any) -> JudgedKernel:
-    """Judge outputs against a definition."""
+def judge_defined(name: str, defined: Defined, output: Any, *, search: bool = True) -> JudgedKernel:
+    """Judge outputs against a definition, and search what explains a difference."""
     given = dict(output) if isinstance(output, dict) else {next(iter(defined.outputs)): output}
     if set(given) != set(defined.outputs):
         raise UnknownName.among("output", sorted(given), defined.outputs)
@@ -72,23 +76,11 @@ def judge_defined(name: str, defined: Defined, output: Any) -> JudgedKernel:
                 census[key] = census_of(candidate)
     differs = any(output_result.verdict is Verdict.DIFFERS for output_result in outputs.values())
     verdict = Verdict.DIFFERS if differs else Verdict.AGREES
-    named = _named(defined, given) if differs else ()
-    tried = tuple(each[0] for each in defined.wrong) if differs else ()
-    return JudgedKernel(name, verdict, outputs, elements, census, named, tried)
-
-
-def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[NamedCause, ...]:
-    """Return the known faults that reproduce the output of a single-output operation."""
-    found = []
-    for fault, title, words, exact in defined.wrong:
-        ((key, candidate),) = given.items()
-        twin = exact.to(candidate.dtype)
-        judgement = judge(candidate.detach().cpu(), twin, defined.budget(key, twin))
-        if judgement.verdict is Verdict.AGREES:
-            equal = share(judgement.identical)
-            evidence = f"{words} reproduces {equal} of the codes, and all within the budget"
-            found.append(NamedCause(fault, title, evidence, judgement.ratio))
-    return tuple(sorted(found, key=lambda cause: cause.ratio))
+    causes = Causes()
+    if differs and search:
+        seen = {key: each.detach().cpu() for key, each in given.items()}
+        causes = operation_causes(defined.operation._replace(name=name), seen)
+    return JudgedKernel(name, verdict, outputs, elements, census, causes)
 
 
 def rms_norm(
@@ -106,21 +98,11 @@ def rms_norm(
     w, width = weight.double().cpu(), x.shape[-1]
     mean = x.square().mean(-1, keepdim=True)
     normal = x * torch.rsqrt(mean + epsilon)
-    wrong = [
-        ("M17.ones", "The norm's weight is left out", "leaving the weight out", normal),
-        # As in Gemma, whose norm multiplies by 1 + weight.
-        ("M24.norm_form", "1 is added to the norm's weight", "adding 1 to the weight",
-         normal * (1 + w)),
-        ("M24.norm_form", "The norm's weight lacks the 1 that is added", "the weight less 1",
-         normal * (w - 1)),
-        ("M21.sum_for_mean", "The squares are summed, not averaged", "a sum in place of the mean",
-         x * torch.rsqrt(mean * width + epsilon) * w),
-    ]  # fmt: skip
-    wrong += [
-        ("M24.epsilon", "The norm has another epsilon", f"epsilon = {other:g}",
-         x * torch.rsqrt(mean + other) * w)
-        for other in _EPSILONS if other != epsilon
-    ]  # fmt: skip
+
+    def function(given: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rows = given["x"]
+        root = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + epsilon)
+        return {"out": rows * root * parameters["weight"]}
 
     def budget(_name: str, twin: Tensor) -> Budget:
         fmt = FORMAT_OF_DTYPE[twin.dtype]
@@ -130,7 +112,8 @@ def rms_norm(
         return Budget(fmt, near.error, (f"RMS norm of {width}, stored in front of the weight",))
 
     kept = normal if stored_in is None else normal.to(stored_in).double()
-    return Defined({"out": kept * w}, budget, tuple(wrong))
+    operation = BareOperation(_OWN, BoundaryKind.NORM, function, {"x": x}, {"weight": w})
+    return Defined({"out": kept * w}, budget, operation)
 
 
 def swiglu(inputs: Mapping[str, Any], limit: float | None, *, in_steps: bool = False) -> Defined:
@@ -150,24 +133,17 @@ def swiglu(inputs: Mapping[str, Any], limit: float | None, *, in_steps: bool = F
     if gate.shape != up.shape:
         raise ShapeMismatch("up", tuple(up.shape), str(tuple(gate.shape)), "One up a gate.")
     silu = torch.nn.functional.silu
-    raw = gate, up
+    own: Mapping[str, Any] = {"gate": gate, "up": up}
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     passed = silu(gate) if kept is None else silu(gate).to(kept).double()
     out = passed * up
-    wrong = [
-        ("M14.swapped", "Gate and up are exchanged", "silu(up) * gate", silu(up) * gate),
-        ("M25.function", "The gate goes through GELU", "gelu(gate) * up",
-         torch.nn.functional.gelu(gate, approximate="tanh") * up),
-        ("M25.function", "The gate goes through no activation", "gate * up", gate * up),
-    ]  # fmt: skip
-    if limit is not None:
-        made = silu(raw[0]) * raw[1]
-        wrong += [
-            ("M25.limit", "The clamp is left out", "leaving the clamp out", made),
-            ("M25.place", "The clamp comes after the product", "clamping the product",
-             made.clamp(-limit, limit)),
-        ]  # fmt: skip
+
+    def function(given: Mapping[str, Any], _parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        one, other = given["gate"], given["up"]
+        if limit is not None:
+            one, other = one.clamp(max=limit), other.clamp(min=-limit, max=limit)
+        return {"out": silu(one) * other}
 
     def budget(_name: str, twin: Tensor) -> Budget:
         grown = twin.abs() * (1 + 2 * gate.abs().float() / _SILU_ROUNDINGS)
@@ -179,7 +155,8 @@ def swiglu(inputs: Mapping[str, Any], limit: float | None, *, in_steps: bool = F
             end = end + near.error * up.abs()
         return replace(made, slack=made.slack + end)
 
-    return Defined({"out": out}, budget, tuple(wrong))
+    operation = BareOperation(_OWN, StretchKind.GATED, function, own, {})
+    return Defined({"out": out}, budget, operation)
 
 
 def judge_quantised(inputs: Mapping[str, Any], output: Any) -> JudgedKernel:
@@ -202,7 +179,7 @@ def judge_quantised(inputs: Mapping[str, Any], output: Any) -> JudgedKernel:
     judged = OutputResult("out", diagnosis.verdict, reasons=lambda: basis)
     return JudgedKernel(
         "quantise_nvfp4", diagnosis.verdict, {"out": judged}, {},
-        {"out": " ".join(words)} if words else {}, named, tried, note=diagnosis.sentence,
+        {"out": " ".join(words)} if words else {}, Causes(named, tried), note=diagnosis.sentence,
     )  # fmt: skip
 
 
@@ -232,7 +209,16 @@ def by_callable(definition: Callable[..., Any], inputs: Any, weights: Any) -> De
         )
         return Budget(FORMAT_OF_DTYPE[twin.dtype], slack.float(), words)
 
-    return Defined(exact, budget)
+    inputs_by_name = {f"x{number or ''}": each for number, each in enumerate(given)} | named
+
+    def function(known: Mapping[str, Any], _parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rest = dict(known)
+        first = [rest.pop(f"x{number or ''}") for number in range(len(given))]
+        made = definition(*first, **rest)
+        return dict(made) if isinstance(made, dict) else {"out": made}
+
+    operation = BareOperation(_OWN, BoundaryKind.MODULE, function, inputs_by_name, {})
+    return Defined(exact, budget, operation)
 
 
 def _arguments(inputs: Any, weights: Any) -> tuple[list[Any], dict[str, Any]]:

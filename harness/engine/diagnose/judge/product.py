@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,26 +19,23 @@ from degarble.harness.engine.compare.compare import values_of_any
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.formats.fast.buffers import empty_tensor
 from degarble.harness.formats.fast.nvfp4 import dequantise_nvfp4
-from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise
 from degarble.harness.formats.weight import Weight
 from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from degarble.harness.engine.budget.budget import Budget
 
 
 # --------------------------------------------------------------------------------------------------
-# One matrix product x w^T: its operands, exact result and budget, whole or for some rows.
+# One matrix product x w^T: its operands, exact result and budget.
 #
 # Operands are read as a kernel receives them: plain values, or codes with scales of any block
 # format. The exact result is summed in float64. An NVFP4 tensor scale is applied after the sum, so
-# that no operand is rounded on the way. A product is immutable: a fault is another product.
+# that no operand is rounded on the way.
 #
 # Shape letters: M rows, K summed, N outputs.
 
@@ -48,13 +45,9 @@ OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class MatrixOperand:
-    """One side of a product, plain or quantised; its rows flatten all leading extents.
-
-    `picked` selects rows where codes and scales could not be cut themselves.
-    """
+    """One side of a product, plain or quantised; its rows flatten all leading extents."""
 
     stored: Tensor | QuantisedTensor
-    picked: Tensor | None = None
     loose: Tensor | None = None  # error of values that were rounded after decoding
 
     @classmethod
@@ -100,8 +93,7 @@ class MatrixOperand:
         if tensor is None or tensor.tensor_scale is None:
             return None
         scale = tensor.tensor_scale.double().reshape(-1)
-        scale = scale if tensor.direction is ScaleDirection.DECODE else scale.reciprocal()
-        return scale if scale.numel() == 1 else self._meant(scale)
+        return scale if tensor.direction is ScaleDirection.DECODE else scale.reciprocal()
 
     @cached_property
     def unit(self) -> Tensor:
@@ -114,26 +106,26 @@ class MatrixOperand:
             # The fast decoder pays for small tensors too: samples ask for many of them.
             scales = tensor.linear_scale_codes().contiguous()
             made = dequantise_nvfp4(tensor.codes.contiguous(), scales, one, torch.float32)
-            return self._meant(_rows(made))
+            return _rows(made)
         bare = replace(tensor, tensor_scale=one, direction=ScaleDirection.DECODE)
-        return self._meant(_rows(dequantise(bare, torch.float32)))
+        return _rows(dequantise(bare, torch.float32))
 
     @cached_property
     def values(self) -> Tensor:
         """Return the numbers [rows, K]; with a tensor scale, the product is rounded to float32."""
         if isinstance(self.stored, torch.Tensor):
-            return self._meant(_rows(self.stored.detach()))
+            return _rows(self.stored.detach())
         if "unit" in self.__dict__ and self.factor is not None:
             factor = self.factor.float()
             return self.unit * (factor if factor.numel() == 1 else factor[:, None])
         exact = torch.float32 if self.stored.tensor_scale is not None else torch.float64
-        return self._meant(_rows(dequantise(self.stored, exact)))
+        return _rows(dequantise(self.stored, exact))
 
     def rounded(self) -> MatrixOperand:
         """Return the values as BF16: decoded or cast first, then multiplied."""
         if isinstance(self.stored, torch.Tensor):
             return replace(self, stored=self.stored.to(torch.bfloat16))
-        shape = (*self.leading, -1) if self.picked is None else (len(self.picked), -1)
+        shape = (*self.leading, -1)
         rounded = self.values.to(torch.bfloat16).reshape(shape)
         return MatrixOperand(rounded, loose=ambiguous_bf16(self.values))
 
@@ -144,29 +136,6 @@ class MatrixOperand:
         scale = None if tensor is None else tensor.tensor_scale
         per_row = scale is not None and scale.ndim > 0  # also where there is a single row
         return found[:-1] if per_row and found[-1] == 1 else found
-
-    def select_rows(self, rows: Tensor) -> MatrixOperand:
-        """Return some rows as an operand."""
-        tensor = self.quantised
-        if tensor is None:
-            loose = None if self.loose is None else self.loose[rows]
-            return MatrixOperand(self.values[rows], loose=loose)
-        if self.picked is not None:
-            return MatrixOperand(tensor, self.picked[rows])
-        cut = tensor.layout == LINEAR and tensor.format.block[0] == 1
-        scale = tensor.tensor_scale
-        if not cut or (scale is not None and scale.ndim) or len(tensor.shape) != 2:
-            return MatrixOperand(tensor, rows)
-        codes, block_scale = tensor.codes[rows], tensor.block_scale[rows]
-        shape = (len(rows), tensor.shape[1])
-        zero_point = None if tensor.zero_point is None else tensor.zero_point[rows]
-        cut_tensor = replace(
-            tensor, codes=codes, block_scale=block_scale, zero_point=zero_point, shape=shape
-        )
-        return MatrixOperand(cut_tensor)
-
-    def _meant(self, rows: Tensor) -> Tensor:
-        return rows if self.picked is None else rows[self.picked]
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,15 +183,6 @@ class Product:
     def w_used(self) -> MatrixOperand:
         """Return the weight as it is multiplied, by convention."""
         return self.w if self.operands is DecodedOperands.EXACT else self.w.rounded()
-
-    def exchanged(self, **operands: MatrixOperand) -> Product:
-        """Return the same product of other operands."""
-        return replace(self, x=operands.get("x", self.x), w=operands.get("w", self.w))
-
-    def select(self, rows: Tensor, columns: Tensor) -> Product:
-        """Return some rows and columns of the output, as a product."""
-        bias = None if self.bias is None else self.bias[columns]
-        return replace(self, x=self.x.select_rows(rows), w=self.w.select_rows(columns), bias=bias)
 
     @cached_property
     def exact(self) -> Tensor:
@@ -312,102 +272,6 @@ def _rows(values: Tensor) -> Tensor:
     return values.reshape(-1, values.shape[-1])
 
 
-# --------------------------------------------------------------------------------------------------
-# A wrong matrix product as the search for causes sees it: elements, box and sample.
-#
-# `ProductMismatch` holds candidate and twin, the elements beyond their own budget, the box of rows
-# and columns around these, and a sample of a few rows and columns (the worst, and healthy ones
-# between) that rejects most explanations cheaply.
-#
-# Shape letters: M rows, N outputs.
-
-_ROWS, _COLUMNS = 16, 128  # of a sample: three quarters the worst, one quarter spread evenly
-
-
-class OutputSelection(NamedTuple):
-    """Some rows and columns of the output, as indices."""
-
-    rows: Tensor
-    columns: Tensor
-
-    def select_from(self, matrix: Tensor) -> Tensor:
-        """Return these rows and columns of a matrix."""
-        return matrix[self.rows][:, self.columns]
-
-
-class PredictedOutput(NamedTuple):
-    """The output that an explanation predicts, and its budget."""
-
-    output: Tensor
-    budget: Budget
-
-
-@dataclass(frozen=True, eq=False)
-class Explanation:
-    """One known fault; `rank`: 0 has no parameter, 1 a named one, 2 a fitted number.
-
-    `make` returns the whole output, or a part of it. `words` complete "... reproduces the
-    candidate".
-    """
-
-    fault: str
-    title: str
-    words: str
-    make: Callable[[OutputSelection | None], PredictedOutput]
-    rank: int = 0
-    other: str = ""  # the component whose operand it takes
-
-
-@dataclass(frozen=True, eq=False)
-class ProductMismatch:
-    """A candidate [M, N] that differs from its product."""
-
-    product: Product
-    candidate: Tensor
-    exact: Tensor  # float64
-    twin: Tensor
-    budget: Budget
-
-    @cached_property
-    def excess(self) -> Tensor:
-        """Return the difference of every element in units of its own budget."""
-        return excess_of(self.candidate, self.twin, self.budget)
-
-    @cached_property
-    def finite(self) -> bool:
-        """Tell whether the candidate's values are all finite."""
-        return bool(self.candidate.isfinite().all())
-
-    @cached_property
-    def beyond(self) -> Tensor:
-        """Return the elements beyond the healthy worst case: where to look for the fault."""
-        # The margin absorbs the rounding of the quotient.
-        return self.excess > HEADROOM * (1 + 2.0**-20)
-
-    @cached_property
-    def box(self) -> OutputSelection:
-        """Return the rows and the columns with such an element; all of them if none has one."""
-        whole = tuple(torch.arange(extent) for extent in self.twin.shape)
-        if not bool(self.beyond.any()):
-            return OutputSelection(*whole)
-        return OutputSelection(*(self.beyond.any(axis).nonzero().flatten() for axis in (1, 0)))
-
-    @cached_property
-    def is_whole(self) -> tuple[bool, bool]:
-        """Tell whether the box has (nearly) all rows, and all columns."""
-        counts = (len(self.box.rows), len(self.box.columns))
-        return counts[0] >= 0.97 * self.twin.shape[0], counts[1] >= 0.97 * self.twin.shape[1]
-
-    @cached_property
-    def sample(self) -> OutputSelection:
-        """Return the worst rows and columns, and some between them."""
-        # One infinite element would dominate every sum.
-        shortened = self.excess.clamp(max=1e6)
-        return OutputSelection(
-            _chosen(shortened.sum(1), _ROWS), _chosen(shortened.sum(0), _COLUMNS)
-        )
-
-
 def excess_of(candidate: Tensor, twin: Tensor, budget: Budget) -> Tensor:
     """Return each element's difference in units of its budget; infinite where kinds differ."""
     c, t = (values_of_any(side) for side in (candidate, twin))
@@ -421,10 +285,3 @@ def excess_of(candidate: Tensor, twin: Tensor, budget: Budget) -> Tensor:
     excess: Tensor = torch.from_numpy(found)
     excess[~alike] = torch.inf
     return excess
-
-
-def _chosen(weights: Tensor, count: int) -> Tensor:
-    worst = weights.topk(min(len(weights), count * 3 // 4)).indices
-    spread = torch.linspace(0, len(weights) - 1, max(1, count // 4)).long()
-    found: Tensor = torch.cat((worst, spread)).unique()
-    return found

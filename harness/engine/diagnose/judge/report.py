@@ -15,7 +15,7 @@ import torch
 
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.report.number_text import number, share
-from degarble.harness.report.verdict import Verdict
+from degarble.harness.report.verdict import AnswerLevel, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.budget import LevelFinding, OutputResult
+    from degarble.harness.engine.recover.described import Described
     from degarble.references.numerics import DecodedOperands
 
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -41,6 +42,19 @@ class NamedCause:
     other: str = ""  # the component whose weight was taken
 
 
+@dataclass(frozen=True, eq=False)
+class Causes:
+    """What the search for causes says of a call: faults that explain it, or a description.
+
+    `named` are faults that reproduce the candidate, the likeliest first; `tried` are all that were.
+    `described` is what the kernel computed with, where no fault is named.
+    """
+
+    named: tuple[NamedCause, ...] = ()
+    tried: tuple[str, ...] = ()
+    described: Described | None = None
+
+
 @dataclass(frozen=True)
 class Elements:
     """The number of elements beyond their own budget; lines for the first and the worst."""
@@ -54,8 +68,7 @@ class Elements:
 class JudgedKernel:
     """The answer of `judge`; its truth value says whether the candidate agrees.
 
-    `named` are causes that reproduce the candidate, the likeliest first. `tried` are all faults
-    that were tried. `too_good` is how much nearer it is to the unquantised reference.
+    `too_good` is how much nearer it is to the unquantised reference.
     """
 
     component: str
@@ -63,8 +76,7 @@ class JudgedKernel:
     outputs: Mapping[str, OutputResult] = field(default_factory=dict)
     elements: Mapping[str, Elements] = field(default_factory=dict)
     census: Mapping[str, str] = field(default_factory=dict)
-    named: tuple[NamedCause, ...] = ()
-    tried: tuple[str, ...] = ()
+    causes: Causes = field(default_factory=Causes)
     too_good: LevelFinding | None = None
     note: str = ""
     follows: DecodedOperands | None = None  # the convention that it fits, where it differs
@@ -84,6 +96,23 @@ class JudgedKernel:
         return math.fsum(output.distance for output in self.outputs.values())
 
     @property
+    def named(self) -> tuple[NamedCause, ...]:
+        """Return the causes that reproduce the candidate, the likeliest first."""
+        return self.causes.named
+
+    @property
+    def tried(self) -> tuple[str, ...]:
+        """Return the faults that were tried."""
+        return self.causes.tried
+
+    @property
+    def level(self) -> AnswerLevel:
+        """Return how much is known of the cause: named, described, or the place alone."""
+        if self.named:
+            return AnswerLevel.NAMED
+        return AnswerLevel.DESCRIBED if self.causes.described else AnswerLevel.PLACED
+
+    @property
     def cause(self) -> NamedCause | None:
         """Return the likeliest cause; None where no known fault reproduces the candidate."""
         return self.named[0] if self.named else None
@@ -96,6 +125,8 @@ class JudgedKernel:
         if self.verdict is Verdict.UNDECIDED:
             why = next((e.undecided for e in self.outputs.values() if e.undecided), "")
             return f"{self.component} is undecided: {why}"
+        if self.causes.described is not None:
+            return f"{self.component} differs from its twin. {self.causes.described.sentence}"
         if self.cause is None:
             if self.follows is not None or (self.note and not self.tried):
                 return f"{self.component} differs from its twin: {self.note}."
@@ -116,7 +147,12 @@ class JudgedKernel:
         for place, cause in enumerate(self.named):
             word = "cause" if not place else "or"
             lines.append(f"  {word}: {cause.fault}: {cause.evidence}")
-        if self.verdict is Verdict.DIFFERS and not self.named and self.tried:
+        described = self.causes.described
+        if described is not None:
+            lines.append(f"  described: {described.evidence}")
+            lines += [f"    {line}" for line in described.table]
+            lines.append(f"  next: {described.remedy}")
+        elif self.verdict is Verdict.DIFFERS and not self.named and self.tried:
             lines.append(f"  none of these reproduces it: {', '.join(dict.fromkeys(self.tried))}")
         return lines + ([f"  {self.note}"] if self.note else [])
 
@@ -139,10 +175,19 @@ class JudgedKernel:
                 name: [str(finding) for finding in judged.findings[:_FINDINGS]]
                 for name, judged in self.outputs.items()
             },
+            "level": str(self.level),
             "causes": [
                 {"fault": cause.fault, "title": cause.title, "evidence": cause.evidence}
                 for cause in self.named
             ],
+            "described": None
+            if self.causes.described is None
+            else {
+                "sentence": self.causes.described.sentence,
+                "evidence": self.causes.described.evidence,
+                "remedy": self.causes.described.remedy,
+                "changes": list(self.causes.described.table),
+            },
             "tried": list(dict.fromkeys(self.tried)),
         }
 

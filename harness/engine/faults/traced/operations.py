@@ -138,6 +138,26 @@ def _left_out(context: ComponentContext) -> Iterator[FaultVariant]:
                 words = f"{context.name} without {done} {_named(facts, rest)}".rstrip()
                 other = replace(operation, function=passes, keywords={})
                 yield _exchanged(context, at, other, words, {"left out": done})
+    yield from _clamps_left_out(context)
+
+
+def _clamps_left_out(context: ComponentContext) -> Iterator[FaultVariant]:
+    """Yield the component without any of its clamps, where it has several."""
+    clamps = [each for each in steps_of(context) if each[1].name in _CLAMPS]
+    if len(clamps) < 2:
+        return
+
+    def change(facts: TracedFacts) -> TracedFacts:
+        for at, operation in clamps:
+            passes = replace(operation, function=Exchanged(operation.name, _nth(0)), keywords={})
+            facts = with_operation(facts, at, passes)
+        return facts
+
+    words = f"{context.name} without its clamps"
+    yield FaultVariant(words, with_facts(context, change), {"left out": "the clamps"})
+
+
+_CLAMPS = named("clamp clamp_ clamp_min clamp_max")
 
 
 def _nth(place: int) -> Callable[..., Any]:

@@ -198,7 +198,7 @@ FAULTS: Mapping[str, Planted] = {
     "scales transposed": Planted(_transposed, "M11.transposed"),
     "global scale x2": Planted(lambda g: product(g.xq, g.wq) * 2, "M43.whole"),
     "global scale inverted": Planted(_inverted, "M01.inverse"),
-    "gate scale used for up": Planted(_gate_scale_for_up, "M03.one_scale"),
+    "gate scale used for up": Planted(_gate_scale_for_up, "M43.whole"),
     "last 128 of K dropped": Planted(
         lambda g: _without(g, g.x.shape[1] - 128, g.x.shape[1]), "M41.tile_of_k"
     ),
@@ -206,7 +206,7 @@ FAULTS: Mapping[str, Planted] = {
     "one 128x128 tile stale": Planted(_stale_tile, "M37.tile"),
     "block scales floored to 2^k": Planted(_power_of_two, "M06.down"),
     "output truncated": Planted(_truncated, "M40.coarse_output"),
-    "sign of -0.5 lost": Planted(_lost_sign, "O01.half_lost"),
+    "sign of -0.5 lost": Planted(_lost_sign, "M09.decode_table"),
     "silent BF16 fallback": Planted(lambda g: g.x.float() @ g.w.float().T, "M19.unquantised"),
     "one block of 16 dropped": Planted(lambda g: _without(g, 48, 64, slice(5, 6)), "M41.tile_of_k"),
     "sum kept in BF16": Planted(_narrow, "M40.short_sums"),
