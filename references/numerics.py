@@ -119,6 +119,7 @@ class Switches:
     expert_sums_stored: bool = False  # likewise, the sum over a token's experts after each one
     quantised_inputs: InputQuantisation = InputQuantisation.STATED  # of traced models
     expert_input_scale_shared: bool = False  # of traced models: the largest of a layer
+    input_factors_applied: bool = True  # of traced models: else weights are decoded with them
     cache_quantised: bool = True  # of traced models: where the checkpoint states it
     latent_norm_epsilon: float | None = None  # transformers, V3.2: 1e-6 in q_norm and kv_norm
 

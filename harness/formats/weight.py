@@ -7,7 +7,7 @@ how the others are read; fields that do not fit together raise when they are rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -53,7 +53,8 @@ class Weight:
 
     `input_scale` is the decode scale of the activations in front of it, where a checkpoint has one;
     of stacked experts, one an expert. `channel_scale` holds factors of these activations [K], which
-    are multiplied before they are quantised.
+    are multiplied before they are quantised; the weight's values include them, so that they are
+    what a plain input is multiplied by. `without_factors` is the weight for one that has them.
     `from_codes` says that a value was decoded. `zero_point` and `group_index` are those of
     QuantisedTensor.
     """
@@ -129,12 +130,17 @@ class Weight:
             group_index=self.group_index,
         )
 
+    def without_factors(self) -> Weight:
+        """Return the weight by which an input is multiplied that has its factors already."""
+        return replace(self, channel_scale=None, _decoded={})
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the values in `dtype`; decoded once while no field changes."""
-        if self.storage is None and self.value is not None and self.value.dtype is dtype:
+        plain = self.storage is None and self.channel_scale is None
+        if plain and self.value is not None and self.value.dtype is dtype:
             return self.value
         scales = (self.block_scale, self.tensor_scale, self.zero_point, self.group_index)
-        fields = (self.value, self.codes, *scales)
+        fields = (self.value, self.codes, *scales, self.channel_scale)
         parts = tuple(part for part in fields if part is not None)
         if any(part.is_inference() for part in parts):
             return self._decode(dtype)  # no version counter would tell of a change
@@ -158,14 +164,22 @@ class Weight:
     def rows(self, part: slice, dtype: torch.dtype) -> Tensor:
         """Return the values of a part of the first axis; decode no others where that can be."""
         if self.storage is None:
-            return self._plain()[part].to(dtype)
+            return self._as_multiplied(self._plain()[part], dtype)
         cut = self.quantised().rows(part)
-        return self.values(dtype)[part] if cut is None else dequantise(cut, dtype)
+        return self.values(dtype)[part] if cut is None else self._as_multiplied(cut, dtype)
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
-        return (
-            self._plain().to(dtype) if self.storage is None else dequantise(self.quantised(), dtype)
-        )
+        held = self._plain() if self.storage is None else self.quantised()
+        return self._as_multiplied(held, dtype)
+
+    def _as_multiplied(self, held: Tensor | QuantisedTensor, dtype: torch.dtype) -> Tensor:
+        # A narrow dtype gets the rounded product with factors, not the product of rounded numbers.
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        inner = dtype if self.channel_scale is None else wide
+        values = held.to(inner) if isinstance(held, torch.Tensor) else dequantise(held, inner)
+        if self.channel_scale is None:
+            return values
+        return (values * self.channel_scale.to(wide)).to(dtype)
 
     def _plain(self) -> Tensor:
         if self.value is None:

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.base.errors import MissingDependency, ShapeMismatch, UnreadableFile
+from degarble.harness.base.errors import (
+    MissingDependency,
+    NotBuilt,
+    ShapeMismatch,
+    UnreadableFile,
+)
 from degarble.harness.checkpoint.read.types import unknown_name
 from degarble.harness.checkpoint.view.converted import (
     ConvertedWeights,
@@ -145,6 +150,13 @@ def traced_recipe(checkpoint: Checkpoint, config: Any, weights: TracedWeights) -
         # Without calibrated scales NVFP4 is one of weights alone, whatever is stated.
         plain = form is None or (form.tensor_scale and not all(one.has_input_scale for one in held))
         width = parameter.shape[-1]
+        if form is not None and len(held) > 1 and any(each.has_factors for each in held):
+            raise NotBuilt(
+                f"inputs of {parameter.name}", f"{form.name} with factors (pre_quant_scale)",
+                "quantised inputs of experts without factors, or factors of plain ones",
+                "Remove the format of their inputs from config.json to judge a run that leaves"
+                " them as they are.",
+            )  # fmt: skip
         if form is None or plain or (form.block[1] and width % form.block[1]):
             rules.append(Rule(parameter.name, weight))
         else:

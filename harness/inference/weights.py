@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 class HeldWeight(Weight):
     """A weight whose fields do not change: its values are decoded once in each dtype."""
 
-    _kept: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
+    # Trap: of a record made by `replace` they would be the values of other fields.
+    _kept: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, init=False)
 
     @classmethod
     def of_weight(cls, weight: Weight) -> HeldWeight:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, NotBuilt, Undecided
+from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import Component, Input, quantised_input
 from degarble.harness.model.family import VIEW
 from degarble.harness.model.parameters import Parameter, Row, parameter_named
@@ -27,6 +28,7 @@ from degarble.references.facts import ModelFacts, formats_by_block, local_name, 
 from degarble.references.linears import (
     InputQuantiser,
     activation_values,
+    holds_codes,
     largest_scale,
     product,
     table_rows,
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.weight import Weight
     from degarble.references.facts import Inputs, Outputs, Span, Weights
 
 FAMILY = "traced"
@@ -425,6 +426,32 @@ class TracedFacts(ModelFacts):
             self.numerics.operands is DecodedOperands.BOTH,
         )  # fmt: skip
 
+    def multiplied(self, x: Tensor, weight: Weight, *, coded: bool) -> tuple[Tensor, Weight]:
+        """Return an input and the weight that it is multiplied by, where that has factors for it.
+
+        Factors are multiplied into the input and stored, before its codes are made where there are
+        codes, or decoded into the weight.
+        """
+        if weight.channel_scale is None:
+            return x, weight
+        if not (coded or self.applies_factors):
+            whole = weight.value is None  # products read a plain value as it is
+            return x, weight if whole else Weight(
+                value=weight.values(torch.float64), from_codes=weight.from_codes
+            )
+        return x if coded else self.with_factors(x, weight).to(x.dtype), weight.without_factors()
+
+    def with_factors(self, x: Tensor, weight: Weight) -> Tensor:
+        """Return an input times the factors of a weight, as memory holds the product."""
+        if weight.channel_scale is None:
+            return x
+        return cast(x.double() * weight.channel_scale.double(), self.numerics.store)
+
+    @property
+    def applies_factors(self) -> bool:
+        """Return whether a run multiplies inputs by their factors."""
+        return self.numerics.switches.input_factors_applied and not self.numerics.exact
+
     def of_input(self, weights: Weights) -> InputQuantiser:
         """Return how the input of the linear that has these weights is quantised."""
         form = self.activation(next(iter(weights)))
@@ -535,7 +562,8 @@ def require_plain_activations(facts: TracedFacts, weights: Weights) -> None:
 
 def act_quant(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Quantise the input of a linear."""
-    return facts.of_input(weights).codes(inputs["x"])
+    x = facts.with_factors(inputs["x"], next(iter(weights.values())))
+    return facts.of_input(weights).codes(x)
 
 
 def linear(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
@@ -543,7 +571,8 @@ def linear(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
     name = next(weight for weight in weights if weight.endswith("weight"))
     numerics = facts.numerics
     x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
-    out = product(x, weights[name], numerics.products, numerics)
+    x, weight = facts.multiplied(x, weights[name], coded=holds_codes(inputs))
+    out = product(x, weight, numerics.products, numerics)
     for bias in weights:
         if bias != name:
             out = out + weights[bias].values(out.dtype)

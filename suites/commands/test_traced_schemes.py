@@ -38,6 +38,9 @@ _EXPORTS = [
     ("modelopt", "v3", "NVFP4_DEFAULT_CFG"),
     ("compressed", "qwen3-moe", "NVFP4A16"),
     ("modelopt", "llama", "NVFP4_FP8_MHA_CONFIG"),  # mixed precision, and a cache in FP8
+    ("modelopt", "llama", "W4A8_AWQ_BETA_CFG"),  # factors in front of inputs
+    pytest.param("modelopt", "llama", "INT4_AWQ_CFG", marks=_SLOW),
+    pytest.param("modelopt", "llama", "INT8_SMOOTHQUANT_CFG", marks=_SLOW),
     pytest.param("modelopt", "qwen3-moe", "FP8_DEFAULT_CFG", marks=_SLOW),
     pytest.param("modelopt", "llama", "MXFP8_DEFAULT_CFG", marks=_SLOW),
     pytest.param("compressed", "llama", "NVFP4", marks=_SLOW),

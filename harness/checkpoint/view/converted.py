@@ -103,6 +103,7 @@ class StoredModule(NamedTuple):
     has_input_scale: bool
     entries: tuple[TensorEntry, ...]
     weight: Callable[[], Weight]
+    has_factors: bool = False  # of its input
 
 
 def packed_experts(checkpoint: Checkpoint, name: str) -> StoredModule:
@@ -181,7 +182,8 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         form = stored.form
         entries, fmt = tuple(form.parts.values()), form.format.name if form.format else ""
         scaled = PartKind.INPUT_SCALE in form.parts
-        return StoredModule(name, stored.shape, fmt, scaled, entries, stored.weight)
+        factors = PartKind.CHANNEL_SCALE in form.parts
+        return StoredModule(name, stored.shape, fmt, scaled, entries, stored.weight, factors)
 
     def held(self, name: str) -> tuple[StoredModule, ...]:
         """Return the stored modules of a parameter; tied ones are one."""

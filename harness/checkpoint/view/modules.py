@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch
 from degarble.harness.checkpoint.read.types import StoredLayout, TensorEntry, shown, unknown_name
-from degarble.harness.checkpoint.view.schemes import fits_scales, packed_form, suffix_parts
+from degarble.harness.checkpoint.view.schemes import (
+    fits_scales,
+    packed_form,
+    require_factors,
+    suffix_parts,
+)
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
 from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
@@ -64,10 +69,11 @@ def _suffix_parts() -> dict[str, PartKind]:
     stacked = {
         suffix.replace(".", "_", 1): part for suffix, part in found.items() if suffix != ".scale"
     }
-    # Not of a weight's own values: a module that has one is refused.
-    refused = {"._weight_act_pre_scale": PartKind.CHANNEL_SCALE}
-    torchao = {"._weight_per_tensor_scale": PartKind.TENSOR_SCALE}
-    return found | stacked | suffix_parts() | refused | torchao
+    torchao = {
+        "._weight_per_tensor_scale": PartKind.TENSOR_SCALE,
+        "._weight_act_pre_scale": PartKind.CHANNEL_SCALE,
+    }
+    return found | stacked | suffix_parts() | torchao
 
 
 _SUFFIX_PARTS: Mapping[str, PartKind] = MappingProxyType(_suffix_parts())
@@ -185,6 +191,7 @@ class ModuleTable:
                 f"{'a' if fmt.tensor_scale else 'no'} tensor scale, as {fmt.name} has",
                 "Find out which tool wrote it; a scale is never assumed.",
             )
+        require_factors(module, parts, shape[-1])
         packs_divisors = convention is NamingConvention.COMPRESSED_TENSORS
         direction = ScaleDirection.ENCODE if packs_divisors else ScaleDirection.DECODE
         nvfp4_dialect = COMPRESSED_TENSORS if packs_divisors else MODELOPT

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.modules import StoredForm
 
 
-def unpack_words(words: Tensor, bits: int, axis: int, order: tuple[int, ...] | None) -> Tensor:
-    """Return the codes in int32 words, uint8, that follow each other along an axis.
+def unpack_words(
+    words: Tensor, bits: int, axis: int, order: tuple[int, ...] | None, word: int = WORD
+) -> Tensor:
+    """Return the codes in words, uint8, that follow each other along an axis.
 
     `order` names the place of each code of a word, lowest bits first.
     """
-    count = WORD // bits
+    count = word // bits
     places = range(count) if order is None else order
     shifts = [0] * count
     for position, place in enumerate(places):
@@ -57,9 +59,10 @@ def unpack_module(form: StoredForm, tensors: Mapping[PartKind, Tensor]) -> dict[
         codes = tensors[PartKind.CODES].view(torch.uint8)
         codes = codes ^ half if fmt.zero_point else codes
     else:
-        codes = unpack_words(tensors[PartKind.CODES], bits, scheme.packed_along, scheme.order)
+        words = tensors[PartKind.CODES]
+        codes = unpack_words(words, bits, scheme.packed_along, scheme.order, scheme.word)
         codes = (codes.T if scheme.transposed else codes)[:rows, :columns]
-        codes = codes if fmt.zero_point else codes ^ half
+        codes = codes if fmt.zero_point or scheme.twos_complement else codes ^ half
     codes = codes.contiguous()
     fields["codes"] = pack_nibbles(codes) if fmt.packed else codes
     if fmt.zero_point:

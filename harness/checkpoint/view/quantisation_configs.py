@@ -225,6 +225,7 @@ OTHER_METHODS = frozenset(
     {"bitsandbytes", "gguf", "hqq", "quanto", "aqlm", "eetq", "bitnet", "vptq"}
 )
 _INTEGER_METHODS = frozenset({"gptq", "awq"})
+_INTEGER_ALGORITHMS = frozenset({"INT4_AWQ", "W4A16_AWQ", "W4A8_AWQ"})  # of ModelOpt
 _MIXED = "MIXED_PRECISION"
 _MOST_PATTERNS = 1000  # with an asterisk or a regular expression; names are looked up
 _LONGEST_PATTERN = 500
@@ -594,6 +595,15 @@ def integer_claims(file: str, raw: Mapping[str, Any]) -> IntegerClaims | None:
         )
         skipped = _Reader(file, raw, unread).names("modules_to_not_convert")
         return IntegerClaims(_Patterns(skipped, unread, file), (), claim)
+    algorithm = raw.get("quant_algo")
+    if algorithm in _INTEGER_ALGORITHMS:
+        # Trap: config.json leaves the group size out, hf_quant_config.json states it.
+        claim = IntegerClaim(
+            f"{file}: quant_algo {algorithm}", 4, _number_of(raw, _GROUP),
+            symmetric=None, act_order=None,
+        )  # fmt: skip
+        left = _Reader(file, raw, unread).names("ignore", "exclude_modules")
+        return IntegerClaims(_Patterns(left, unread, file), (), claim)
     if method != "compressed-tensors" or not isinstance(raw.get("config_groups"), dict):
         return None
     listed: list[tuple[_Patterns, IntegerClaim]] = []
@@ -680,6 +690,12 @@ _BLOCKS_OF_INPUTS = {
     "FP8_128X128_F32": "FP8_1X128_F32",
     "FP8_128X128_UE8M0": "FP8_1X128_UE8M0",
 }
+
+
+def moves_factors(configs: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether an exporter divided weights by factors, and multiplied norms before them."""
+    algorithms = {str(raw.get("quant_algo")) for raw in configs}
+    return any(name.endswith("_AWQ") for name in algorithms)
 
 
 class InputFormats:

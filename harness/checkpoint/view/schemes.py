@@ -1,4 +1,4 @@
-"""Recognise modules of integers by group: AWQ, GPTQ, compressed-tensors, torchao.
+"""Recognise modules of integers by group: AWQ, GPTQ, compressed-tensors, ModelOpt, torchao.
 
 A scheme says which suffixes its tensors have, how codes lie in stored words, and what zero points
 mean. The number of bits, the group size and the logical shape follow from shapes alone; a config
@@ -6,7 +6,8 @@ decides only what no shape shows, the offset of GPTQ's zero points. A module who
 missing, or do not fit each other, raises an error that names the tensor. Needs no torch.
 
 Sources: AutoAWQ utils/packing_utils.py and WQLinear_GEMM; AutoGPTQ nn_modules/qlinear and GPTQModel
-(`gptq_v2`); compressed-tensors 0.20 compressors/pack_quantized and naive_quantized; torchao 0.18
+(`gptq_v2`); compressed-tensors 0.20 compressors/pack_quantized and naive_quantized; ModelOpt 0.47
+torch/export/quant_utils (pack_int4_in_uint8); torchao 0.18
 prototype/safetensors and quantization/quantize_/workflows.
 Shape letters: N rows, K columns of the logical matrix, G groups along K, W words.
 """
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
 
 WORD = 32  # bits
+_BYTE = 8
 FLOATS = frozenset({"F16", "BF16", "F32"})
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each nibble of a word, lowest first
 _READABLE_BITS = (4, 8)
@@ -56,6 +58,8 @@ class StorageScheme:
     zeros_along: int | None = None
     order: tuple[int, ...] | None = None  # of the codes in a word, lowest first; None: ascending
     signed: bool = False
+    twos_complement: bool = False  # packed codes as well
+    word: int = WORD
     zero_added: int = 0  # to a stored zero point
 
 
@@ -119,10 +123,30 @@ CT_INTEGERS = StorageScheme(
         _SCALE: ".weight_scale",
         _ZERO: ".weight_zero_point",
         PartKind.INPUT_SCALE: ".input_scale",
+        PartKind.CHANNEL_SCALE: ".pre_quant_scale",
     },
     required=(_SCALE,),
     code_dtypes=frozenset({"I8"}),
     signed=True,
+)
+# W4A8 stores besides by what the decoded weight was rounded to FP8 in the search; kernels divide
+# the scales by it and multiply the result, so that values do not change.
+MODELOPT_INT4 = StorageScheme(
+    name="modelopt-int4",
+    exporters="ModelOpt (W4A16_AWQ, W4A8_AWQ)",
+    suffixes={
+        _CODES: ".weight",
+        _SCALE: ".weight_scale",
+        PartKind.TENSOR_SCALE: ".weight_scale_2",
+        PartKind.INPUT_SCALE: ".input_scale",
+        PartKind.CHANNEL_SCALE: ".pre_quant_scale",
+    },
+    required=(_SCALE,),
+    code_dtypes=frozenset({"U8"}),
+    packed_along=0,
+    signed=True,
+    twos_complement=True,
+    word=_BYTE,
 )
 TORCHAO_INT8 = StorageScheme(
     name="torchao-int8",
@@ -138,7 +162,8 @@ TORCHAO_INT8 = StorageScheme(
 )
 
 SCHEMES: Mapping[str, StorageScheme] = {
-    scheme.name: scheme for scheme in (AWQ, GPTQ, GPTQ_V2, CT_PACKED, CT_INTEGERS, TORCHAO_INT8)
+    scheme.name: scheme
+    for scheme in (AWQ, GPTQ, GPTQ_V2, CT_PACKED, CT_INTEGERS, MODELOPT_INT4, TORCHAO_INT8)
 }
 
 
@@ -158,7 +183,8 @@ def packed_form(
         if scheme.suffixes[_CODES] == suffix and codes.dtype in scheme.code_dtypes
     ]
     scale = parts.get(_SCALE)
-    if not candidates or (suffix == ".weight" and scale is not None and scale.dtype not in FLOATS):
+    other = codes.dtype == "U8" if scale is None else scale.dtype not in FLOATS
+    if not candidates or (suffix == ".weight" and other):
         return None  # bytes of E2M1 codes have scales of another type
     scheme = candidates[0]
     if scheme.transposed:
@@ -239,12 +265,15 @@ class _Shapes:
             index = self.parts[PartKind.GROUP_INDEX]
             if index.dtype not in {"I32", "I64"} or index.shape != (columns,):
                 raise self._refused(PartKind.GROUP_INDEX, f"I32 [{columns}], one group a column")
+        require_factors(self.module, self.parts, columns)
         return PackedForm(self.scheme, fmt, (rows, columns))
 
     def _bits_and_shape(self, stored: Shape) -> tuple[int, tuple[int, int]]:
         scheme, scales = self.scheme, self.parts[_SCALE].shape
         if scheme.packed_along is None:
             return 8, (stored[0], stored[1])
+        if scheme.word == _BYTE:
+            return _BYTE // 2, (2 * stored[0], stored[1])
         if not scheme.transposed:
             return self._by_stated_shape(stored)
         if len(scales) != 2:
@@ -326,6 +355,18 @@ class _Shapes:
             expectation,
             "Check that the module's tensors are of one checkpoint; convert it with the tool that"
             " wrote it.",
+        )
+
+
+def require_factors(module: str, parts: Parts, columns: int) -> None:
+    """Raise unless the factors of a module's input, if there are any, are one a column."""
+    entry = parts.get(PartKind.CHANNEL_SCALE)
+    if entry is not None and (entry.dtype not in FLOATS or entry.shape != (columns,)):
+        raise ShapeMismatch(
+            f"factors of the input of {shown(module)}, {shown(entry.name)}",
+            f"{entry.dtype} {list(entry.shape)}",
+            f"{' or '.join(sorted(FLOATS))} [{columns}], one a column",
+            "Check that the module's tensors are of one checkpoint.",
         )
 
 

@@ -109,6 +109,9 @@ def tensor_over(entry: TensorEntry, raw: memoryview) -> Tensor:
 #
 # A cut through a scale block, and rows of a stack (walk its blocks instead), raise an error.
 
+_OF_THE_INPUT = frozenset(
+    {PartKind.LOGICAL_SHAPE, PartKind.INPUT_SCALE, PartKind.TENSOR_SCALE, PartKind.CHANNEL_SCALE}
+)  # of a module of integers, and its shape
 _BLOCK_ELEMENTS = 1 << 22  # of one row block by default: 16 MiB once decoded to float32
 
 
@@ -155,6 +158,7 @@ class StoredWeight:
             block_scale=block_scale,
             tensor_scale=tensor_scale,
             input_scale=input_scale,
+            channel_scale=self._factors(),
             storage=WeightEncoding(
                 fmt, form.dialect, LINEAR, form.direction, form.nibble_order, self.shape
             ),
@@ -168,7 +172,7 @@ class StoredWeight:
         tensors: dict[PartKind, Tensor] = {
             part: self.read(entry)
             for part, entry in form.parts.items()
-            if part not in (PartKind.LOGICAL_SHAPE, PartKind.INPUT_SCALE)
+            if part not in _OF_THE_INPUT
         }
         encoding = WeightEncoding(
             form.format, form.dialect, LINEAR, None, form.nibble_order, form.shape
@@ -181,6 +185,7 @@ class StoredWeight:
             storage=encoding,
             zero_point=fields.get("zero_point"),
             group_index=fields.get("group_index"),
+            channel_scale=self._factors(),
         )
         return whole if self.cut is None else _rows_of(whole, *self.cut)
 
@@ -260,7 +265,7 @@ class StoredWeight:
         if self.form.scheme is not None:
             first = self.cut[0] if self.cut else 0
             return replace(self, shape=shape, cut=(first + begin, first + end))
-        shared = {PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE}
+        shared = {PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE, PartKind.CHANNEL_SCALE}
         if self.form.format is not None and self.form.format.block[0] == WHOLE:
             shared.add(PartKind.BLOCK_SCALE)
         boxes: dict[PartKind, Box] = {}
@@ -302,6 +307,11 @@ class StoredWeight:
             return None
         count = prod(self.box(part).shape)
         return self._part(part, () if count == 1 else self.shape[:-2])
+
+    def _factors(self) -> Tensor | None:
+        """Return the factors of the columns of what a module multiplies."""
+        entry = self.form.parts.get(PartKind.CHANNEL_SCALE)
+        return None if entry is None else self.read(entry).float()
 
     def _input_scale(self) -> Tensor | None:
         scale = self._scalar(PartKind.INPUT_SCALE)

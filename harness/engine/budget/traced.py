@@ -27,7 +27,7 @@ from degarble.harness.engine.budget.rules import (
 from degarble.harness.engine.budget.running_errors import RunningErrors
 from degarble.harness.formats.number_formats import FP32
 from degarble.harness.report.number_text import number
-from degarble.references.linears import matrix_parts, weight_rows, weight_values
+from degarble.references.linears import CODES, matrix_parts, weight_rows, weight_values
 from degarble.references.numerics import DecodedOperands
 from degarble.references.traced.definitions import NARROW, Roundings, compute
 from degarble.references.traced.evaluate import from_rows, joined
@@ -306,7 +306,9 @@ def linear(call: JudgeableCall) -> dict[str, Budget]:
     out = call.outputs["out"]
     weight = next(each for name, each in call.weights.items() if name.endswith("weight"))
     x = call.x.reshape(-1, call.x.shape[-1])
-    numerics = None if call.facts is None else call.facts.numerics
+    facts, numerics = call.facts, None if call.facts is None else call.facts.numerics
+    if isinstance(facts, TracedFacts):
+        x, weight = facts.multiplied(x, weight, coded=CODES in call.inputs)
 
     def parts() -> Iterator[Tensor]:
         for part in matrix_parts(weight.shape, _PART):

@@ -181,6 +181,12 @@ _ROUNDINGS = (
         _roles("traced.linear traced.experts"),
     ),
     Convention(
+        "input_factors_applied",
+        "factors of an input (pre_quant_scale)",
+        {True: "multiplied into the input", False: "decoded into the weight"},
+        _roles("traced.linear"),
+    ),
+    Convention(
         "expert_input_scale_shared",
         "the input scale of quantised experts",
         {True: "the largest of the layer", False: "each expert's own"},

@@ -167,11 +167,18 @@ def make(
     seen: dict[str, Tensors] = {"inputs": {}, "outputs": {}}
     operands: list[Mapping[str, Weight]] = [context.weights]
     quick = context.bound.numerics.products is torch.float64
+    # Codes are made of inputs with their factors, and so is what they are decoded to.
+    factored = plain is not None and any(
+        weight.channel_scale is not None for weight in context.weights.values()
+    )
 
     def spied(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
         known = Decoding(weights, context.weights, rows) if quick else weights
         # Decoded inputs are valid only if the variant has not replaced the inputs.
-        given = plain if plain is not None and inputs is record.inputs else inputs
+        decoded = plain is not None and inputs is record.inputs
+        given = plain if plain is not None and decoded else inputs
+        if decoded and factored:
+            known = {name: each.without_factors() for name, each in known.items()}
         outputs = context.call(given, known)
         seen.update(inputs=inputs, outputs=outputs)
         operands[0] = weights

@@ -238,7 +238,8 @@ def with_outputs(
 class ChangedWeights(Mapping[str, "Weight"]):
     """Weights of a component that are changed when they are read.
 
-    What a run decodes before it multiplies, it decodes of a changed weight as well.
+    What a run decodes before it multiplies, it decodes of a changed weight as well. `change` gets a
+    weight without the factors that it has for its input; they stay unless it gives it others.
     """
 
     def __init__(
@@ -249,10 +250,14 @@ class ChangedWeights(Mapping[str, "Weight"]):
 
     def __getitem__(self, key: str) -> Weight:
         own = self._weights[key]
-        changed = self._change(key, own)
-        if own.is_decoded and not changed.is_decoded:
+        factors = own.channel_scale
+        changed = self._change(key, own if factors is None else own.without_factors())
+        unlike = own.is_decoded and not changed.is_decoded
+        loses = factors is not None and changed.channel_scale is None
+        if unlike or loses:
             changed = copy.copy(changed)
-            changed.from_codes = True
+            changed.from_codes = changed.from_codes or unlike
+            changed.channel_scale = factors if loses else changed.channel_scale
         return changed
 
     def __iter__(self) -> Iterator[str]:

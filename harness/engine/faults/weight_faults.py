@@ -210,9 +210,12 @@ def by_tensor_scale(values: Tensor, tensor: QuantisedTensor) -> Tensor:
 
 
 def numbers_of(weight: Weight) -> Tensor:
-    """Return the values of any weight, cached while remembering; callers must not change them."""
+    """Return the values of any weight, cached while remembering; callers must not change them.
+
+    Factors of its input are not in them.
+    """
     if not weight.is_quantised:
-        return weight.values(torch.float64)
+        return weight.without_factors().values(torch.float64)
     memory = _MEMORY.get()
     return _decoded(weight) if memory is None else memory.numbers(weight)
 
@@ -261,7 +264,10 @@ class Decoding(Mapping[str, Weight]):
         else:
             value = numbers_of(weight)
             value = value if rows is None else value[rows]
-        return Weight(value=value, input_scale=weight.input_scale, from_codes=weight.is_decoded)
+        return Weight(
+            value=value, input_scale=weight.input_scale, channel_scale=weight.channel_scale,
+            from_codes=weight.is_decoded,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -274,7 +274,8 @@ def quantised(known: TwinComponents, component: Component, inputs: Tensors) -> d
         made = known.twin.calls[maker]({"x": inputs["x"], **owned}, weights)
         facts = known.twin.bound_to(maker)[1]
         if isinstance(facts, TracedFacts):
-            loose = quantised_bound(facts.of_input(weights), exactly(inputs["x"]))
+            x = facts.with_factors(inputs[X], next(iter(weights.values())))
+            loose = quantised_bound(facts.of_input(weights), exactly(x))
             # A fault of the quantisation starts from the numbers.
             made = {**made, X_LOOSE: loose, X: inputs[X]}
         return {**made, **rest}

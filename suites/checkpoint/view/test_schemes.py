@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,48 @@ def by_hand(codes: Tensor, zeros: Tensor, scales: Tensor, index: Tensor | None =
 def values(folder: Path, module: str = "a") -> Tensor:
     with Checkpoint.open(folder) as checkpoint:
         return checkpoint.weight(module).values(torch.float64).clone()
+
+
+@pytest.mark.needs("modelopt")
+@pytest.mark.parametrize("factors", [False, True])
+def test_modelopt_int4(tmp_path: Path, factors: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what ModelOpt imports
+        package = import_module("modelopt.torch.export.quant_utils")
+    codes, _, scales = every_pair(4)
+    codes = codes - 8
+    wide = scales.float()
+    weight = codes * wide.repeat_interleave(128, 1)
+    tensors = {"a.weight": package.pack_int4_in_uint8(weight, wide, 128), "a.weight_scale": wide}
+    # W4A8's second scale changes no value.
+    tensors |= {"a.weight_scale_2": torch.tensor(0.125), "a.input_scale": torch.tensor(0.5)}
+    expected = by_hand(codes, torch.zeros_like(scales).long(), wide)
+    # Bytes hold two neighbouring rows, so every code has to occur in either of them.
+    for row in (0, 1):
+        assert set(codes[row::2].flatten().tolist()) == set(range(-8, 8))
+    own = torch.linspace(0.25, 4.0, codes.shape[1]).bfloat16()
+    if factors:
+        tensors["a.pre_quant_scale"] = own
+        expected = expected * own.double()
+    folder = write(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"})
+    assert torch.equal(values(folder), expected)
+    with Checkpoint.open(folder) as checkpoint:
+        held = checkpoint.weight("a")
+        assert torch.equal(held.rows(slice(2, 5), torch.float64), expected[2:5])
+        assert held.input_scale is not None
+        assert (held.channel_scale is not None) is factors
+        rows = [each.values(torch.float64) for _, each in checkpoint.stored("a").row_blocks(256)]
+        assert torch.equal(torch.cat(rows), expected)
+
+
+def test_factors_of_another_width_are_refused(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": torch.zeros(8, 128, dtype=torch.uint8),
+        "a.weight_scale": torch.ones(16, 1),
+        "a.pre_quant_scale": torch.ones(64),
+    }
+    with pytest.raises(ShapeMismatch, match="factors of the input of a"):
+        values(write(tmp_path, tensors, None))
 
 
 def compressor(name: str) -> Any:

@@ -23,6 +23,7 @@ from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
     stated_backend,
 )
 from degarble.harness.checkpoint.transform.source import row_values
+from degarble.harness.checkpoint.view.quantisation_configs import moves_factors
 from degarble.harness.checkpoint.view.weight_units import stored_of, units_of
 from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.fast.nvfp4 import (
@@ -44,6 +45,7 @@ from degarble.harness.formats.number_formats import (
     TableFormat,
 )
 from degarble.harness.formats.quantise import spread_blocks
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,9 +88,15 @@ def pairs_of(checkpoint: Checkpoint, reference: Checkpoint) -> Pairs:
     """Match every weight of a checkpoint with its counterpart."""
     _require_one_family(checkpoint, reference)
     found, pairing = Pairs(), _NameTables(checkpoint, reference)
+    factors = moves_factors(checkpoint.quantisation.values())
     for unit in units_of(checkpoint).units:
         if pairing.is_arranged(unit):
             found.only_here[unit.name] = "it is stored in the order of one backend's kernels"
+            continue
+        if factors and _moved(unit, checkpoint):
+            found.only_here[unit.name] = (
+                "its config states pre_quant_scale: factors were moved between norms and linears"
+            )
             continue
         place = pairing.place_of(unit)
         if place is None:
@@ -108,6 +116,13 @@ def pairs_of(checkpoint: Checkpoint, reference: Checkpoint) -> Pairs:
         if name not in taken:
             found.only_there[name] = "this checkpoint has nothing by its name"
     return found
+
+
+def _moved(unit: WeightUnit, checkpoint: Checkpoint) -> bool:
+    """Return whether a norm or a quantised linear may hold factors of an input by itself."""
+    if unit.is_bare or unit.kind is None:
+        return len(stored_of(checkpoint, unit).shape) == 1
+    return PartKind.CHANNEL_SCALE not in checkpoint.form(unit.module).parts
 
 
 def reference_weight(reference: Checkpoint, pair: Pair) -> StoredWeight:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import (
         ComponentContext,
         FaultVariant,
@@ -152,6 +153,74 @@ def _scales_of_others(context: ComponentContext, own: float) -> Iterator[FaultVa
             known.add(float(scale))
             words = f"the input scale of {other.name}"
             yield _by_scale(context, words, scale.float().reshape(()))
+
+
+# --------------------------------------------------------------------------------------------------
+# Factors of an input (pre_quant_scale), multiplied before it is quantised, or into the weight
+
+
+def _has_factors(context: ComponentContext) -> bool:
+    return context.component.kind in _LINEARS and _weight(context).channel_scale is not None
+
+
+def _factor_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    own = _weight(context).channel_scale
+    assert own is not None, "applies where there are factors"
+    yield _by_factors(context, "factors that were never multiplied", torch.ones_like(own))
+    yield _by_factors(context, "factors multiplied twice", own, own)
+    yield _by_factors(context, "an input divided by its factors", own.reciprocal())
+    near = sorted(others_of(context), key=partial(_layers_apart, context))
+    for other in near:
+        if other.component.kind != "traced.linear" or _layers_apart(context, other) > _NEAR:
+            continue
+        factors = _weight(other).channel_scale
+        if factors is not None and factors.shape == own.shape and not torch.equal(factors, own):
+            yield _by_factors(context, f"the factors of {other.name}", factors)
+
+
+def _by_factors(context: ComponentContext, words: str, *factors: Tensor) -> FaultVariant:
+    """Multiply by other factors, in front of the quantisation where there is one."""
+    facts = traced_facts(context)
+
+    def coded(inputs: Tensors) -> Tensors:
+        if X not in inputs:
+            return inputs
+        x = inputs[X]
+        for each in factors:
+            x = facts.with_factors(x, Weight(channel_scale=each))
+        quantiser = facts.of_input(context.weights)
+        loose = quantised_bound(quantiser, exactly(x))
+        return {**inputs, **quantiser.codes(x), X_LOOSE: loose}
+
+    if CODES in context.component.outputs:
+        apply = with_outputs(lambda inputs, _outputs: {
+            name: each for name, each in coded(inputs).items() if name in _CODED - {X_LOOSE}
+        })  # fmt: skip
+    elif _form(context) is not None:
+        apply = with_inputs(coded)
+    elif facts.applies_factors:
+        own = _weight(context)
+
+        def multiplied(call: ComponentCall) -> ComponentCall:
+            def run(inputs: Tensors, weights: Any) -> Tensors:
+                x = inputs[X]
+                for each in factors:
+                    x = facts.with_factors(x, Weight(channel_scale=each))
+                return call({**inputs, X: x}, {**weights, name: own.without_factors()})
+
+            return run
+
+        name = next(iter(context.weights))
+        apply = multiplied
+    else:
+        whole = torch.stack(factors).prod(0)
+        apply = with_weights(lambda _name, each: _refactored(each, whole))
+    return variant_of(context, words, apply)
+
+
+def _refactored(weight: Weight, factors: Tensor) -> Weight:
+    matrix = len(weight.shape) > 1
+    return replace(weight, channel_scale=factors, _decoded={}) if matrix else weight
 
 
 # --------------------------------------------------------------------------------------------------
@@ -263,6 +332,12 @@ TRACED_INPUT_FAULTS = (
         "inputs are cut off, or fall onto few codes",
         "Take the input scale that the checkpoint stores for this linear.",
         _quantises, _scale_variants,
+    ),
+    ModelFault(
+        "M18.input_factors", "A linear multiplies its input by other factors than it has",
+        "columns of the input count too much or too little; the text degrades or is garbled",
+        "Multiply the input by pre_quant_scale of the same module, once, before it is quantised.",
+        _has_factors, _factor_variants,
     ),
     ModelFault(
         "M18.plain_input", "A linear leaves an input as it is that the others quantise",
