@@ -9,7 +9,8 @@ reported.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,19 @@ from degarble.harness.base.errors import InvalidArgument, UnwritablePath
 from degarble.harness.checkpoint.transform.quantise.calibration import FILE, Amax, Calibration
 from degarble.harness.generate.generate import GenerationOptions, TextGenerator
 from degarble.harness.inference.model import HELD_VALUES, open_model
+from degarble.harness.inference.traced import TracedWeights
 from degarble.harness.model.components import components
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.types import Kind
 from degarble.harness.report.files import usable_folder, write_text
+from degarble.references.linears import InputQuantiser
 from degarble.references.model import Sequence
+from degarble.references.traced.family import (
+    ComponentParameters,
+    TracedFacts,
+    computed,
+    logical_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -31,12 +40,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.formats.weight import Weight
     from degarble.harness.inference.weights import StreamedWeights
     from degarble.harness.model.config.config import Config
+    from degarble.references.binding import BoundModel
 
     # Shows how far the first pass is; nothing where the weights are held.
     Watch = Callable[[StreamedWeights | None], AbstractContextManager[Any]]
 
+EXPERTS = "traced.experts"
+_LISTED = 8  # linears without a token that are named
 STEP = 8192  # tokens that go through the layers together
 
 
@@ -44,8 +57,8 @@ class InputRanges:
     """An observer: the largest magnitude in front of every linear, and its tokens."""
 
     def __init__(self, config: Config) -> None:
-        linear = {
-            parameter.name for parameter in parameters(config) if parameter.kind is Kind.LINEAR
+        self._linear = linear = {
+            each.name: each.shape for each in parameters(config) if each.kind is Kind.LINEAR
         }
         self._largest: dict[str, float] = {}
         self._tokens: dict[str, int] = defaultdict(int)
@@ -53,8 +66,8 @@ class InputRanges:
         self._experts: dict[str, dict[int, list[str]]] = {}
         for component in components(config):
             names = tuple(name for name in component.weights if name in linear)
-            if component.kind == "traced.experts":
-                continue  # one component for all: nobody sees what each expert is given
+            if component.kind == EXPERTS:
+                continue  # one component for all experts: `watch_experts` looks inside
             if ".experts." in component.name:
                 by_number: dict[int, list[str]] = defaultdict(list)
                 for name in names:
@@ -87,6 +100,29 @@ class InputRanges:
             for name in self._experts[component].get(number, ()):
                 self._see(name, float(own.max()), len(own))
 
+    def watch_experts(self, bound: BoundModel, weights: TracedWeights) -> None:
+        """Look at what each matrix of a traced model's experts is multiplied with."""
+        for component in components(bound.config):
+            if component.kind != EXPERTS:
+                continue
+            stacks = [name for name in component.weights if name in self._linear]
+            names = {n: weights.by_expert(n, self._linear[n][0]) for n in stacks}
+            self._experts[component.name] = {
+                number: [module for each in by_matrix for module in each]
+                for number, by_matrix in enumerate(zip(*names.values(), strict=True))
+            }
+            facts: Any = bound.bound_to(component.name)[1]
+            known = {each.name: getattr(facts, each.name) for each in fields(facts)}
+            watched = _WatchedFacts(**known, seen=partial(self._see_expert, names))
+            bound.calls[component.name] = partial(computed, watched)
+
+    def _see_expert(
+        self, names: Mapping[str, tuple[tuple[str, ...], ...]], weight: str, expert: int, x: Tensor
+    ) -> None:
+        largest = float(x.abs().amax())
+        for module in names[weight][expert]:
+            self._see(module, largest, len(x))
+
     def _see(self, name: str, amax: float, tokens: int) -> None:
         self._largest[name] = max(self._largest.get(name, 0.0), amax)
         self._tokens[name] += tokens
@@ -99,6 +135,40 @@ class InputRanges:
             if any(name in records for name in names):
                 records |= {name: Amax(0.0, 0) for name in names if name not in records}
         return Calibration.from_records(records)
+
+
+@dataclass(frozen=True)
+class _WatchedInput(InputQuantiser):
+    """Passes on the input of an expert's matrix as it is, and shows it."""
+
+    seen: Callable[[Tensor], None] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the input."""
+        if self.seen is not None and len(x):
+            self.seen(x)
+        return x
+
+
+@dataclass(frozen=True)
+class _WatchedFacts(TracedFacts):
+    """Facts of experts whose inputs are looked at."""
+
+    seen: Callable[[str, int, Tensor], None] | None = None
+
+    def parameter(self, weights: Mapping[str, Weight]) -> ComponentParameters:
+        """Return the parameters, with an observer in front of each expert's."""
+        return _WatchedParameters(self, weights)
+
+
+class _WatchedParameters(ComponentParameters):
+    def quantiser(self, name: str, expert: int | None = None) -> InputQuantiser | None:
+        """Return what shows the input of a weight, of one of its experts."""
+        facts: Any = self._facts
+        if expert is None:
+            return None
+        seen, store = partial(facts.seen, logical_name(name), expert), facts.numerics.store
+        return _WatchedInput("", seen=lambda x: seen(x.to(store)))
 
 
 @dataclass(frozen=True)
@@ -122,8 +192,10 @@ class AmaxSummary:
         first = f"Wrote {len(records):,} amax records of {self.tokens:,} tokens: {self.folder}"
         if not self.unreached:
             return [first]
-        text = f"  {len(self.unreached):,} flagged: no token reached them, such as"
-        return [first, f"{text} {self.unreached[0]}", "  Calibrate with more tokens."]
+        listed = ", ".join(self.unreached[:_LISTED])
+        more = ", ..." if len(self.unreached) > _LISTED else ""
+        text = f"  {len(self.unreached):,} flagged: no token reached them: {listed}{more}"
+        return [first, text, "  Calibrate with more tokens."]
 
     def document(self) -> dict[str, Any]:
         """Return the result as a JSON document."""
@@ -156,7 +228,10 @@ def capture_amax(
         )
     with open_model(source, "bf16", absorbed=False, held_values=held_values) as model:
         ranges = InputRanges(model.config)
-        model.logits_model.bound.observer = ranges
+        bound = model.logits_model.bound
+        bound.observer = ranges
+        if isinstance(model.weights, TracedWeights):
+            ranges.watch_experts(bound, model.weights)
         chat = any(isinstance(prompt, list) for prompt in prompts)
         generator = TextGenerator(model, GenerationOptions(chat=chat))
         ids = [generator.ids_of(prompt) for prompt in prompts]

@@ -145,21 +145,33 @@ class _Chosen:
             own = self._record(module, records)
             seen = [self._record(each, records) for each in partners]
             amax, tokens = max(seen)[0], own[1]
+            if module in records and not tokens and _EXPERT.search(module):
+                # No token reached it: the largest input of the same projection in any layer.
+                amax = self._largest_of_experts(module, records)
+                if amax:
+                    yield ChosenModule(module, partners, amax, 0, ScaleOrigin.UNREACHED)
+                    continue
             if not tokens or not amax:
                 missing.append(module)
                 continue
             origin = ScaleOrigin.PARTNER if amax > own[0] else ScaleOrigin.MEASURED
             yield ChosenModule(module, partners, amax, tokens, origin)
         if missing:
-            experts = any(_EXPERT.search(module) for module in missing)
-            how = "degarble capture CKPT --amax-only records them, but for routed experts"
-            if experts:
-                how = "Record those of experts by module name: docs/calibration.md"
             raise InvalidArgument(
                 "calibration", f"none of {len(missing)} linears, such as {missing[0]}",
                 "the largest input of every linear whose inputs are quantised",
-                f"{how}; or pass a recipe in YAML without `activation`.",
+                "Record them: degarble capture CKPT --amax-only; or pass a recipe in YAML without"
+                " `activation`.",
             )  # fmt: skip
+
+    def _largest_of_experts(self, module: str, records: Mapping[str, Any]) -> float:
+        leaves = {each.rpartition(".")[2] for each in self._partners(module)}
+        alike = (
+            self._record(each, records)[0]
+            for each in self._reached
+            if _EXPERT.search(each) and each.rpartition(".")[2] in leaves
+        )
+        return max(alike, default=0.0)
 
     def _record(self, module: str, records: Mapping[str, Any]) -> tuple[float, int]:
         """Return the record of a module: by its own name, or that of its parameter."""

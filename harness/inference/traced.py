@@ -225,6 +225,15 @@ class TracedWeights(Mapping[str, "Weight"]):
         """Return the stored modules that a parameter is made of."""
         return list(self.converted.sources[self._names[name]])
 
+    def by_expert(self, name: str, count: int) -> tuple[tuple[str, ...], ...]:
+        """Return the stored modules of each expert; where they are one stack, names made for it."""
+        source = self.converted.sources[self._names[name]]
+        alone = tuple(source.modules.values())
+        if source.single is None and all(len(modules) == count for modules in alone):
+            return tuple(zip(*alone, strict=True))
+        front, _, leaf = name.rpartition(".")
+        return tuple((f"{front}.{number}.{leaf}",) for number in range(count))
+
     @property
     def stored(self) -> dict[str, str]:
         """Return the parameter of each stored module that holds one alone."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from degarble.suites.campaigns.healthy_exports import modelopt_export, saved_model
 from degarble.suites.commands.calls import call
@@ -99,6 +101,62 @@ def test_a_model_is_calibrated_quantised_run_and_judged(capsys: Capsys, tmp_path
     assert made.status == 0, made.err
 
 
+def test_ranges_of_experts_are_those_of_the_model_itself(capsys: Capsys, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
+
+    source, ranges = write_checkpoint(tmp_path / "moe", "qwen3_moe"), tmp_path / "ranges"
+    settled = ("--amax-only", "--out", ranges, "--prompt", "hello", "--json")
+    made = call(capsys, "capture", source, *settled).document
+    found = json.loads((ranges / "amax.json").read_text())["linears"]
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.bfloat16, experts_implementation="eager"
+    )
+    seen: dict[int, torch.Tensor] = {}
+    linear = torch.nn.functional.linear
+
+    def watched(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen[weight.data_ptr()] = x
+        return linear(x, weight, *rest)
+
+    tokens = Tokenizer.from_file(str(source / "tokenizer.json")).encode("hello").ids
+    with torch.no_grad(), mock.patch.object(torch.nn.functional, "linear", watched):
+        model(input_ids=torch.tensor([tokens]))
+    reached = 0
+    for number, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts
+        for leaf, stack in (("gate_proj", experts.gate_up_proj), ("up_proj", experts.gate_up_proj),
+                            ("down_proj", experts.down_proj)):  # fmt: skip
+            for expert in range(len(stack)):
+                name = f"model.layers.{number}.mlp.experts.{expert}.{leaf}"
+                x = seen.get(stack[expert].data_ptr(), torch.zeros(0, 1))
+                assert found[name]["tokens"] == len(x)
+                if len(x):
+                    reached += 1
+                    assert found[name]["amax"] == pytest.approx(float(x.abs().max()), rel=0.02)
+                else:
+                    assert name in made["unreached"]
+    assert 0 < reached < 48  # of 2 layers, 8 experts, 3 matrices
+
+
+def test_experts_without_a_token_take_the_largest_range(capsys: Capsys, tmp_path: Path) -> None:
+    source, ranges = write_checkpoint(tmp_path / "moe", "qwen3_moe"), tmp_path / "ranges"
+    call(capsys, "capture", source, "--amax-only", "--out", ranges, "--prompt", "hello")
+    records = json.loads((ranges / "amax.json").read_text())["linears"]
+    out = tmp_path / "out"
+    made = call(
+        capsys, "quantise", source, out, "--recipe", "nvfp4-experts", "--calibration", ranges
+    )
+    assert made.status == 0, made.err
+    report = json.loads((out / "conversion_report.json").read_text())
+    missed = [name for name, record in records.items() if not record["tokens"]]
+    assert report["flagged"]["unreached_experts"] == sorted(missed)
+    largest = max(each["amax"] for name, each in records.items() if name.endswith("down_proj"))
+    tensors = _tensors(out)
+    for name in missed:
+        if name.endswith("down_proj"):
+            assert float(tensors[f"{name}.input_scale"]) == pytest.approx(largest / 2688)
+
+
 def test_refusals_have_remedies_that_are_true(capsys: Capsys, tmp_path: Path) -> None:
     dense = write_checkpoint(tmp_path / "llama", "llama")
     out = tmp_path / "out"
@@ -118,7 +176,7 @@ def test_refusals_have_remedies_that_are_true(capsys: Capsys, tmp_path: Path) ->
     assert "degarble quantise" in refused("convert", dense, out, "--to", "fp8-block")
     mixture = write_checkpoint(tmp_path / "moe", "qwen3_moe")
     text = refused("quantise", mixture, out, "--recipe", "nvfp4-full")
-    assert "by module name" in text
+    assert "degarble capture CKPT --amax-only" in text
     stacked = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss")
     assert "one stack" in refused("quantise", stacked, out, "--recipe", "nvfp4-full")
     (tmp_path / "weights.yaml").write_text(_WEIGHTS)
