@@ -26,7 +26,7 @@ from degarble.references.numerics import Numerics, switches_of
 from degarble.references.weights import InputAmax, quantised_weights, random_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -130,12 +130,18 @@ def double(family: str, recipe_name: str) -> Double:
 
 
 def _run(bound: BoundModel) -> None:
+    run_prompts(bound, PROMPTS)
+
+
+def run_prompts(bound: BoundModel, prompts: Iterable[Tensor]) -> None:
+    """Run prompts side by side, then one token each."""
     model = (
         ModelV4(bound, bound.config)
         if isinstance(bound.config, V4Config)
         else ModelV32(bound, bound.config)
     )
-    sequences, tokens = [Sequence() for _ in PROMPTS], list(PROMPTS)
+    tokens = list(prompts)
+    sequences = [Sequence() for _ in tokens]
     with torch.no_grad():
         for _ in range(2):
             logits = model.forward(sequences, tokens, last_only=True)

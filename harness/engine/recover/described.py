@@ -17,7 +17,7 @@ import torch
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
-from degarble.harness.engine.diagnose.trial import explained
+from degarble.harness.engine.diagnose.trial import calls_in, explained
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs, with_weights
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
@@ -32,6 +32,7 @@ from degarble.harness.engine.recover.weights import (
     as_used,
     recovered_weight,
 )
+from degarble.harness.engine.recover.whole import causes_in_operands
 from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Described:
     table: tuple[str, ...]
     variant: FaultVariant
     fit: VariantFit
+    here: bool = False  # said of rows of these calls, and of no other call
 
     @property
     def evidence(self) -> str:
@@ -77,7 +79,9 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
     """
     if not calls or calls[0].implied:
         return None
-    return _by_weights(context, calls) or _by_outputs(context, calls)
+    return (
+        _by_weights(context, calls) or _by_outputs(context, calls) or _by_operands(context, calls)
+    )
 
 
 def _predicts(
@@ -87,6 +91,10 @@ def _predicts(
     worst: VariantFit | None = None
     for record in calls:
         fit = explained(context, record, variant)
+        if fit is None and len(record.rows) > 1:  # what depends on places holds call by call
+            alone = [explained(context, call, variant) for call in calls_in(record)]
+            known = [each for each in alone if each is not None]
+            fit = max(known, key=lambda each: each.ratio) if len(known) == len(alone) else None
         if fit is None:
             return None
         if worst is None or fit.ratio > worst.ratio:
@@ -281,6 +289,30 @@ def _element_words(change: Element) -> str:
         f"{text} (code {change.stored_code:#x} became {change.used_code:#x}{also}, bit"
         f"{'s' if len(change.bits) > 1 else ''} {bits})"
     )
+
+
+# ---- an operand that was another one as a whole --------------------------------------------------
+
+
+def _by_operands(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    views = list(views_of(context, calls[0]))
+    for cause in causes_in_operands(context, calls[0], views):
+        fit = _predicts(context, calls, cause.variant)
+        if fit is not None:
+            return Described(
+                f"The outputs follow if {cause.words}.",
+                _QUANTISER if cause.of_input else _LOADER,
+                cause.table[:SHOWN],
+                cause.variant,
+                fit,
+            )
+    return None
+
+
+_LOADER = (
+    "Look at how the weight is decoded: formats, order of codes and scales, loader and packer."
+)
+_QUANTISER = "Look at the quantiser of the input, and at how the kernel reads codes and scales."
 
 
 # ---- what was done to the right outputs ----------------------------------------------------------

@@ -199,6 +199,8 @@ def _gains(sides: Sides) -> OutputMap | None:
 
 def simplest(factor: float, slack: float) -> float:
     """Return the number of fewest digits that is as near as a factor is known."""
+    if abs(factor) <= slack:
+        return 0.0
     shown = (float(f"{factor:.{digits}g}") for digits in range(1, 8))
     return next((each for each in shown if abs(each - factor) <= slack), factor)
 

@@ -9,7 +9,7 @@ Shape letters: T rows of a view, N rows of a weight, K columns of a weight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +49,9 @@ class ProductView:
     seen: Tensor  # [T, N], what the candidate returned
     product: Tensor  # [T, N], not rounded
     allowed: Tensor  # [T, N], how far a healthy kernel may be off
+    at: Tensor  # [T], the rows of the inputs
     first_row: int = 0  # of the weight
+    first_column: int = 0  # of the inputs
 
     @property
     def wrong(self) -> Tensor:
@@ -59,11 +61,9 @@ class ProductView:
 
     def of_rows(self, rows_T: Tensor) -> ProductView:
         """Keep some rows."""
-        parts = (self.x, self.seen, self.product, self.allowed)
-        x, seen, product, allowed = (part[rows_T] for part in parts)
-        return ProductView(
-            self.name, self.weight, x, self.numbers, seen, product, allowed, self.first_row
-        )
+        parts = (self.x, self.seen, self.product, self.allowed, self.at)
+        x, seen, product, allowed, at = (part[rows_T] for part in parts)
+        return replace(self, x=x, seen=seen, product=product, allowed=allowed, at=at)
 
 
 def views_of(context: ComponentContext, record: CallRecord) -> Iterator[ProductView]:
@@ -76,28 +76,28 @@ def views_of(context: ComponentContext, record: CallRecord) -> Iterator[ProductV
     except DegarbleError:
         return
     x = activation_values(call.inputs, call.activation, torch.float64)
-    for name, output, rows, columns, inputs in _places(context, record, x):
+    flat = x.flatten(0, -2)
+    for name, output, rows, columns, at in _places(context, record, flat):
         seen, expected = record.outputs.get(output), record.expected[output]
         if seen is None or output not in budgets or not is_comparable(seen, expected):
             continue
         slack = budgets[output].slack.double().expand(expected.shape)
         cut = [each.double().flatten(0, -2)[rows][:, columns] for each in (seen, expected, slack)]
         weight = context.weights[name]
-        yield from _in_groups(
-            name, weight, numbers_of(weight).double(), inputs, cut, budgets[output].output
-        )
+        yield from _in_groups(name, weight, (flat[at], at), cut, budgets[output].output)
 
 
 def _in_groups(
     name: str,
     weight: Weight,
-    w_NK: Tensor,
-    inputs: Tensor,
+    given: tuple[Tensor, Tensor],
     cut: Sequence[Tensor],
     stored: ElementFormat,
 ) -> Iterator[ProductView]:
     """Yield the view of a weight, or of each group of its rows that has inputs of its own."""
     seen, expected, slack = cut
+    inputs, at = given
+    w_NK = numbers_of(weight).double()
     groups = inputs.shape[1] // w_NK.shape[-1] if w_NK.ndim == 2 and w_NK.numel() else 0
     fits = groups and inputs.shape[1] == groups * w_NK.shape[1] and w_NK.shape[0] % groups == 0
     if len(seen) < FEWEST_ROWS or not fits or seen.shape[1] != w_NK.shape[0]:
@@ -109,9 +109,8 @@ def _in_groups(
         product = x @ w_NK[rows].T
         allowed = allowance(seen[:, rows], product, slack[:, rows], stored)
         if bool(((product - expected[:, rows]).abs() <= allowed).all()):
-            yield _most_telling(
-                ProductView(name, weight, x, w_NK, seen[:, rows], product, allowed, rows.start)
-            )
+            sides = (x, w_NK, seen[:, rows], product, allowed, at)
+            yield _most_telling(ProductView(name, weight, *sides, rows.start, number * wide))
 
 
 def allowance(seen: Tensor, right: Tensor, slack: Tensor, stored: ElementFormat) -> Tensor:
@@ -130,14 +129,14 @@ def is_comparable(seen: Tensor, expected: Tensor) -> bool:
 
 
 def _places(
-    context: ComponentContext, record: CallRecord, x: Tensor
+    context: ComponentContext, record: CallRecord, rows: Tensor
 ) -> Iterator[tuple[str, str, Tensor, slice, Tensor]]:
-    """Yield a weight, its output, its rows and columns there, and the inputs of these rows."""
-    rows = x.flatten(0, -2)
+    """Yield a weight, its output, its rows and columns there, and which inputs these rows have."""
     for extent in extents(context, record):
         if len(rows) == record.expected[extent.output].flatten(0, -2).shape[0]:
             columns = slice(extent.begin, extent.end)
-            yield extent.name, extent.output, torch.arange(len(rows)), columns, rows
+            every = torch.arange(len(rows))
+            yield extent.name, extent.output, every, columns, every
     if EXPERTS not in record.inputs or not context.role.startswith("ffn.experts.w"):
         return
     slots = record.inputs[EXPERTS].flatten()
@@ -151,7 +150,7 @@ def _places(
         for name in matrices(context):
             if expert_of(name) == number:
                 end = begin + context.weights[name].shape[0]
-                yield name, OUT, own, slice(begin, end), rows[of_slot[own]]
+                yield name, OUT, own, slice(begin, end), of_slot[own]
                 begin = end
 
 

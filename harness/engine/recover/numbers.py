@@ -1,0 +1,266 @@
+"""Name what was done to numbers, and to the places at which they stand.
+
+Used for block scales, elements, inputs and outputs alike: a list of functions of a number, a list
+of functions of a code, and a list of rules for places. None of them knows of a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.layouts import (
+    PACKED_MN,
+    SWIZZLE_8X4,
+    SWIZZLE_128X4,
+    offset_table,
+)
+from degarble.harness.formats.number_formats import (
+    BF16,
+    E2M1,
+    E4M3,
+    E5M2,
+    FP16,
+    INT4,
+    INT8,
+    UE8M0,
+    UINT4,
+    UINT8,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.formats.layouts import ScaleLayout
+    from degarble.harness.formats.number_formats import NumberFormat
+
+Function = Callable[["Tensor"], "Tensor"]
+MOST_BITS = 6  # of a mantissa that is cut
+MOST_SHIFT = 4  # places next to their own
+_TINY = 1e-300
+
+
+class Named(NamedTuple):
+    """A function with the words that end "are ..."."""
+
+    words: str
+    apply: Function
+
+
+# ---- functions of a number -----------------------------------------------------------------------
+
+
+@cache
+def functions() -> tuple[Named, ...]:
+    """Return what may be done to single numbers, simplest first."""
+    found = [
+        Named("0", torch.zeros_like),
+        Named("1", torch.ones_like),
+        Named("without their sign", torch.abs),
+        Named("turned in sign", torch.neg),
+        Named("0 where they are negative", torch.relu),
+        Named("0 where they are positive", lambda x: -torch.relu(-x)),
+        Named("rounded up to powers of two", partial(power_of_two, rounding=torch.ceil)),
+        Named("rounded down to powers of two", partial(power_of_two, rounding=torch.floor)),
+        Named("rounded to powers of two", partial(power_of_two, rounding=_nearest)),
+        Named("divided instead of multiplied", lambda x: 1 / x),
+        Named("applied twice", torch.square),
+        Named("replaced by their root", lambda x: x.abs().sqrt()),
+    ]
+    found += [
+        Named(f"rounded to {form.name}", partial(cast_to, form=form))
+        for form in (BF16, FP16, E4M3, E5M2)
+    ]
+    for bits in range(MOST_BITS, -1, -1):
+        for rounding, words in ((torch.round, "rounded"), (torch.trunc, "cut")):
+            found.append(
+                Named(
+                    f"{words} to {bits} bits of a mantissa",
+                    partial(mantissa_cut, bits=bits, rounding=rounding),
+                )
+            )
+    return tuple(found)
+
+
+def power_of_two(x: Tensor, rounding: Function) -> Tensor:
+    """Return powers of two near to the magnitudes, with the sign; 0 stays."""
+    near = torch.exp2(rounding(torch.log2(x.abs().clamp(min=_TINY))))
+    return torch.where(x == 0, 0.0, torch.copysign(near, x))
+
+
+def _nearest(logarithm: Tensor) -> Tensor:
+    """Round to the power that is nearest as a number, not as a logarithm."""
+    low = logarithm.floor()
+    return torch.where(torch.exp2(logarithm - low) < 1.5, low, low + 1)
+
+
+def cast_to(x: Tensor, form: NumberFormat) -> Tensor:
+    """Return numbers rounded to a format, saturated."""
+    return decode_array(encode_array(x.float().contiguous(), form), form).to(x.dtype)
+
+
+def mantissa_cut(x: Tensor, bits: int, rounding: Function) -> Tensor:
+    """Return numbers with so many bits of a mantissa."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(rounding(mantissa * 2.0 ** (bits + 1)), exponent - bits - 1)
+
+
+# ---- functions of a code -------------------------------------------------------------------------
+
+
+@cache
+def readings(form: NumberFormat) -> tuple[Named, ...]:
+    """Return how codes of a format may be read otherwise; functions of codes."""
+    own = decode_array(torch.arange(form.code_count), form).double()
+    others = (E2M1, INT4, UINT4) if form.bits == 4 else (E4M3, E5M2, UE8M0, INT8, UINT8)
+    found = [
+        Named(f"read as {other.name}", partial(_read, table=_values(other)))
+        for other in others
+        if other != form
+    ]
+    for step, words in ((1, "one code too large"), (-1, "one code too small")):
+        found.append(Named(words, partial(_read, table=own.roll(-step))))
+    return tuple(found)
+
+
+def _values(form: NumberFormat) -> Tensor:
+    return decode_array(torch.arange(form.code_count), form).double()
+
+
+@cache
+def scale_values(form: NumberFormat) -> Tensor:
+    """Return the finite numbers of a format in order."""
+    held = _values(form)
+    found: Tensor = held[held.isfinite()].unique()
+    return found
+
+
+def _read(codes: Tensor, table: Tensor) -> Tensor:
+    return table[codes.long()]
+
+
+# ---- rules for places ----------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """A rule for places: `of(n)` says for each of n places which one's numbers it holds."""
+
+    words: str
+    of: Callable[[int], Tensor]
+
+
+@cache
+def places(count: int) -> tuple[Places, ...]:
+    """Return the rules that move something among so many places, simplest first."""
+    found: list[Places] = []
+    for by in range(1, min(MOST_SHIFT, count - 1) + 1):
+        for step, side in ((by, "after"), (-by, "before")):
+            words = f"those {by} {side} them"
+            found += [
+                Places(f"{words}, around the end", partial(_rolled, step=step)),
+                Places(f"{words}, the last repeated", partial(_shifted, step=step)),
+            ]
+    found.append(Places("those half of all away", lambda n: _rolled(n, n // 2)))
+    found.append(Places("the first one's", lambda n: torch.zeros(n, dtype=torch.int64)))
+    mask = 1
+    while mask < count:
+        for width in range(mask, 2 * mask) if mask < 16 else (mask, 2 * mask - 1):
+            found.append(Places(_exchange(width, mask), partial(_exchanged, mask=width)))
+        mask *= 2
+    found.append(Places("those in reverse order", lambda n: torch.arange(n).flip(0)))
+    for inner in _divisors(count):
+        for wide in _divisors(inner):
+            words = f"transposed as {wide} by {inner // wide}"
+            words += "" if inner == count else f" within each {inner}"
+            found.append(Places(words, partial(_transposed, inner=inner, wide=wide)))
+    return tuple(found)
+
+
+def _divisors(count: int) -> Iterator[int]:
+    return (n for n in range(2, count + 1) if count % n == 0 and (n & (n - 1) == 0 or n == count))
+
+
+def _rolled(count: int, step: int) -> Tensor:
+    return (torch.arange(count) + step) % count
+
+
+def _shifted(count: int, step: int) -> Tensor:
+    return (torch.arange(count) + step).clamp(0, count - 1)
+
+
+def _exchanged(count: int, mask: int) -> Tensor:
+    own = torch.arange(count)
+    other = own ^ mask
+    return torch.where(other < count, other, own)
+
+
+def _exchange(width: int, mask: int) -> str:
+    if width == mask:
+        return f"exchanged with those {mask} apart"
+    if width == 2 * mask - 1:
+        return f"reversed within each {2 * mask}"
+    return f"exchanged within each {2 * mask} (place XOR {width})"
+
+
+def _transposed(count: int, inner: int, wide: int) -> Tensor:
+    own = torch.arange(count)
+    if wide >= inner or count % inner:
+        return own
+    return own.reshape(-1, wide, inner // wide).transpose(1, 2).reshape(-1)
+
+
+class Grid(NamedTuple):
+    """A rule for places in a matrix: indices into its rows laid end to end, -1 for a 0."""
+
+    words: str
+    of: Callable[[int, int], Tensor]
+
+
+@cache
+def grids() -> tuple[Grid, ...]:
+    """Return rules that move block scales as a matrix: layouts that kernels read, and shifts."""
+    found = []
+    for layout in (SWIZZLE_128X4, SWIZZLE_8X4, PACKED_MN):
+        found += [
+            Grid(f"in the order {layout.name}, read row by row", partial(_as_stored, layout)),
+            Grid(f"row by row, read in the order {layout.name}", partial(_as_read, layout)),
+            Grid(f"put into the order {layout.name} twice", partial(_twice, layout)),
+        ]
+    found += [
+        Grid("in columns, read row by row", _columnwise),
+        Grid("row by row, read in columns", lambda m, n: _columnwise(n, m)),
+    ]
+    for step in (1, -1, 2, -2, 4, -4):
+        side = "after" if step > 0 else "before"
+        words = f"those {abs(step)} {side} them, row after row"
+        found.append(Grid(words, partial(_flat_shift, step=step)))
+    return tuple(found)
+
+
+def _as_stored(layout: ScaleLayout, rows: int, columns: int) -> Tensor:
+    size = max(layout.storage_size(rows, columns), rows * columns)
+    stored = torch.full((size,), -1)
+    stored[offset_table(layout, rows, columns).flatten()] = torch.arange(rows * columns)
+    return stored[: rows * columns]
+
+
+def _as_read(layout: ScaleLayout, rows: int, columns: int) -> Tensor:
+    offsets: Tensor = offset_table(layout, rows, columns).flatten()
+    return torch.where(offsets < rows * columns, offsets, -1)
+
+
+def _twice(layout: ScaleLayout, rows: int, columns: int) -> Tensor:
+    once = _as_stored(layout, rows, columns)
+    return torch.where(once >= 0, once[once.clamp(min=0)], -1)
+
+
+def _columnwise(rows: int, columns: int) -> Tensor:
+    return torch.arange(rows * columns).reshape(columns, rows).T.reshape(-1)
+
+
+def _flat_shift(rows: int, columns: int, step: int) -> Tensor:
+    return (torch.arange(rows * columns) + step) % (rows * columns)
