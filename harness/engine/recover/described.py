@@ -21,6 +21,7 @@ from degarble.harness.engine.diagnose.trial import calls_in, explained
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs, with_weights
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
+from degarble.harness.engine.recover.edits import edits_of
 from degarble.harness.engine.recover.maps import Sides, as_matrix, maps_of, moved, simplest
 from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
 from degarble.harness.engine.recover.weights import (
@@ -80,7 +81,10 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
     if not calls or calls[0].implied:
         return None
     return (
-        _by_weights(context, calls) or _by_outputs(context, calls) or _by_operands(context, calls)
+        _by_weights(context, calls)
+        or _by_outputs(context, calls)
+        or _by_operands(context, calls)
+        or _by_edits(context, calls)
     )
 
 
@@ -309,6 +313,18 @@ def _by_operands(context: ComponentContext, calls: Sequence[CallRecord]) -> Desc
     return None
 
 
+def _by_edits(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    for variant in edits_of(context, calls[0]):
+        fit = _predicts(context, calls, variant)
+        if fit is not None:
+            sentence = f"The outputs follow if {variant.words}."
+            return Described(sentence, _COMPONENT, (), variant, fit)
+    return None
+
+
+_COMPONENT = (
+    "Compare the kernel's operands, constants and roundings with the component's definition."
+)
 _LOADER = (
     "Look at how the weight is decoded: formats, order of codes and scales, loader and packer."
 )

@@ -1,0 +1,490 @@
+"""Try what may have been done to anything that a component computes with.
+
+Inputs, weights, positions, numbers of the config, switches of the arithmetic, results on their way:
+each is changed by the same few functions and rules, and the twin runs with it. A number is fitted
+to a sample of the call. What leaves little of the difference there is for the proof to judge; no
+list of known faults is read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import CANNOT_RUN, DegarbleError
+from degarble.harness.engine.diagnose.trial import distance, make, sampled
+from degarble.harness.engine.faults.model_faults import (
+    FaultVariant,
+    decoded,
+    facts_at,
+    facts_of,
+    has_facts,
+    unrounded,
+    unrounded_output,
+    with_config,
+    with_facts,
+    with_inputs,
+    with_outputs,
+    with_switches,
+    with_weights,
+)
+from degarble.harness.engine.faults.regions import full_name
+from degarble.harness.engine.faults.weight_faults import numbers_of
+from degarble.harness.engine.recover.numbers import functions, places
+from degarble.harness.formats.weight import Weight
+from degarble.harness.report.number_text import number
+from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X_LOOSE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.diagnose.trial import Sample
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
+
+    Tensors = Mapping[str, Tensor]
+
+LEAVES = 0.3  # of the difference in a sample, at most
+MOST_PROVED = 8
+POSITIONS = "positions"
+FEW_PLACES = 64  # of an axis along which every rule is tried
+_GRID = (0.0, 0.01, 0.1, 0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 4.0, 10.0, 100.0, 1000.0)
+_TURNS = 24  # of a search for a number
+_GOLDEN = 0.6180339887498949
+_MOST_POWER = 30  # of two, in front of FP16
+_PARTS = (32, 64, 128)  # columns of a partial sum
+_CODED = frozenset({CODES, BLOCK_SCALE, TENSOR_SCALE, X_LOOSE})
+
+
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """A variant, the share of the difference that it leaves, and its place in the order."""
+
+    variant: FaultVariant
+    left: float
+    order: int
+
+
+def edits_of(context: ComponentContext, record: CallRecord) -> list[FaultVariant]:
+    """Return the edits that leave little of the difference, the best and simplest first."""
+    sample = sampled(context, record)
+    if not sample.before(distance):
+        return []
+    tried = []
+    for order, variant in enumerate(_edits(context, sample)):
+        left = _left(context, sample, variant)
+        if left <= LEAVES:
+            tried.append(_Tried(variant, left, order))
+    tried.sort(key=lambda each: (math.floor(math.log(each.left + 1e-6, 4.0)), each.order))
+    return [each.variant for each in tried[:MOST_PROVED]]
+
+
+def _left(context: ComponentContext, sample: Sample, variant: FaultVariant) -> float:
+    made = make(context, sample.record, variant, sample.plain)
+    if made is None:
+        return 1.0
+    return distance(sample.candidate, sample.looked_at(made.outputs)) / sample.before(distance)
+
+
+def _edits(context: ComponentContext, sample: Sample) -> Iterator[FaultVariant]:
+    yield from _passed(sample.record)
+    yield from _of_weights(context)
+    yield from _of_inputs(sample.record)
+    yield from _of_positions(sample.record)
+    if has_facts(context):
+        yield from _on_their_way(context, sample)
+        yield from _of_switches(context)
+        yield from _of_config(context, sample)
+
+
+# ---- outputs -------------------------------------------------------------------------------------
+
+
+def _passed(record: CallRecord) -> Iterator[FaultVariant]:
+    """An input passes, or one output is in the place of another."""
+    for out, right in record.expected.items():
+        for name, given in record.inputs.items():
+            if given.numel() == right.numel() and given.is_floating_point():
+                yield FaultVariant(
+                    f"{_named(out, record.expected)} is the input {name}, unchanged",
+                    with_outputs(partial(_input_as_output, name, out)),
+                )
+    for one, other in permutations(record.expected, 2):
+        if record.expected[one].shape == record.expected[other].shape:
+            yield FaultVariant(
+                f"the output {one} holds {other}", with_outputs(partial(_exchanged, one, other))
+            )
+
+
+def _named(output: str, outputs: Tensors) -> str:
+    return "the output" if len(outputs) == 1 else f"the output {output}"
+
+
+def _input_as_output(name: str, out: str, inputs: Tensors, outputs: Tensors) -> Tensors:
+    right = outputs[out]
+    return {**outputs, out: inputs[name].reshape(right.shape).to(right.dtype)}
+
+
+def _exchanged(one: str, other: str, _inputs: Tensors, outputs: Tensors) -> Tensors:
+    return {**outputs, one: outputs[other]}
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def _of_weights(context: ComponentContext) -> Iterator[FaultVariant]:
+    """Vectors and tables are changed whole; matrices of products are solved for elsewhere."""
+    weights = dict(context.weights)
+    for name in context.bound.calls:
+        sibling = context.sibling(name) if name != context.name else None
+        if sibling is None or sibling.role != context.role:
+            continue
+        yield FaultVariant(
+            f"its weights are those of {name}", with_weights(partial(_of_sibling, sibling))
+        )
+    few = {name: weight for name, weight in weights.items() if len(weight.shape) == 1}
+    if len(weights) <= 4:
+        few = {name: weight for name, weight in weights.items() if not weight.is_quantised}
+    groups: list[tuple[str, ...]] = [(name,) for name in few]
+    if len(few) > 1:
+        groups.append(tuple(few))
+    for names in groups:
+        text = full_name(context, names[0]) if len(names) == 1 else "each of its weights"
+        for each in functions():
+            yield FaultVariant(
+                f"every number of {text} is {each.words}",
+                with_weights(partial(_by_function, frozenset(names), each.apply)),
+            )
+        for rule in places(few[names[0]].shape[-1]) if few[names[0]].shape else ():
+            yield FaultVariant(
+                f"the numbers of {text} are {rule.words}",
+                with_weights(partial(_by_places, frozenset(names), rule.of)),
+            )
+
+
+def _of_sibling(sibling: ComponentContext, name: str, weight: Weight) -> Weight:
+    parts = name.split(".")
+    for other, held in dict(sibling.weights).items():
+        if other == name or (sibling.component.block is None and other.split(".")[-1] == parts[-1]):
+            return held if held.shape == weight.shape else weight
+    return weight
+
+
+def _by_function(
+    names: frozenset[str], of: Callable[[Tensor], Tensor], name: str, weight: Weight
+) -> Weight:
+    if name not in names:
+        return weight
+    return Weight(value=of(numbers_of(weight).double()), input_scale=weight.input_scale)
+
+
+def _by_places(
+    names: frozenset[str], of: Callable[[int], Tensor], name: str, weight: Weight
+) -> Weight:
+    if name not in names:
+        return weight
+    value = numbers_of(weight)
+    return Weight(value=value.index_select(-1, of(value.shape[-1])))
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+def _of_inputs(record: CallRecord) -> Iterator[FaultVariant]:
+    given = {
+        name: tensor
+        for name, tensor in record.inputs.items()
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.ndim > 1
+    }
+    given = {name: tensor for name, tensor in given.items() if name not in _CODED}
+    for name in given:
+        for each in functions():
+            yield FaultVariant(
+                f"the input {name} is {each.words}",
+                with_inputs(partial(_input_by, name, each.apply)),
+            )
+    for one, other in permutations(given, 2):
+        if given[one].shape == given[other].shape:
+            yield FaultVariant(
+                f"the input {one} is the input {other}", with_inputs(partial(_replaced, one, other))
+            )
+            if one < other:
+                yield FaultVariant(
+                    f"the inputs {one} and {other} are exchanged",
+                    with_inputs(partial(_swapped, one, other)),
+                )
+    for name, tensor in given.items():
+        for axis in range(tensor.ndim):
+            of = ("rows", "columns")[min(axis, 1)] if tensor.ndim == 2 else f"axis {axis}"
+            rules = places(tensor.shape[axis]) if tensor.shape[axis] > 1 else ()
+            for rule in rules[: FEW_PLACES if axis else 18]:
+                yield FaultVariant(
+                    f"{of} of the input {name} are {rule.words}",
+                    with_inputs(partial(_input_moved, name, axis, rule.of)),
+                )
+
+
+def _input_by(name: str, of: Callable[[Tensor], Tensor], inputs: Tensors) -> Tensors:
+    return {**inputs, name: of(inputs[name].double()).to(inputs[name].dtype)}
+
+
+def _replaced(one: str, other: str, inputs: Tensors) -> Tensors:
+    return {**inputs, one: inputs[other].to(inputs[one].dtype)}
+
+
+def _swapped(one: str, other: str, inputs: Tensors) -> Tensors:
+    a, b = inputs[one], inputs[other]
+    return {**inputs, one: b.to(a.dtype), other: a.to(b.dtype)}
+
+
+def _input_moved(name: str, axis: int, of: Callable[[int], Tensor], inputs: Tensors) -> Tensors:
+    tensor = inputs[name]
+    return {**inputs, name: tensor.index_select(axis, of(tensor.shape[axis]))}
+
+
+# ---- positions -----------------------------------------------------------------------------------
+
+
+def _of_positions(record: CallRecord) -> Iterator[FaultVariant]:
+    positions = record.inputs.get(POSITIONS)
+    if positions is None:
+        return
+    rules: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+        (f"{abs(by)} too {'large' if by > 0 else 'small'}", partial(torch.add, other=by))
+        for by in (1, -1, 2, -2, 3, -3, 4, -4)
+    ]
+    rules += [
+        ("0", torch.zeros_like),
+        ("turned in sign", torch.neg),
+        ("doubled", partial(torch.mul, other=2)),
+        ("halved", partial(torch.div, other=2, rounding_mode="floor")),
+        ("those of the rows of the call", lambda p: torch.arange(len(p)).to(p.dtype)),
+        ("counted from the call's first token", lambda p: p - p[:1]),
+        ("in reverse order", partial(torch.flip, dims=(0,))),
+    ]
+    most = _right_until(record, positions)
+    if most is not None:
+        rules += [
+            (f"not above {most}", partial(torch.clamp, max=most)),
+            (f"0 above {most}", lambda p: torch.where(p > most, 0, p)),
+            (f"counted anew above {most}", lambda p: p % (most + 1)),
+        ]
+    for words, of in rules:
+        yield FaultVariant(f"positions are {words}", with_inputs(partial(_positions_by, of)))
+
+
+def _positions_by(of: Callable[[Tensor], Tensor], inputs: Tensors) -> Tensors:
+    return {**inputs, POSITIONS: of(inputs[POSITIONS])}
+
+
+def _right_until(record: CallRecord, positions: Tensor) -> int | None:
+    """Return the last position up to which all rows are right, where later ones are not."""
+    for name, right in record.expected.items():
+        seen = record.outputs.get(name)
+        if seen is None or seen.shape != right.shape or len(right) != len(positions):
+            continue
+        wrong = (seen != right).reshape(len(right), -1).any(1)
+        if bool(wrong.any()):
+            first = int(positions[wrong].min())
+            return first - 1 if first > 1 else None
+    return None
+
+
+# ---- results on their way ------------------------------------------------------------------------
+
+
+def _on_their_way(context: ComponentContext, sample: Sample) -> Iterator[FaultVariant]:
+    """Results are rounded by a function before they are stored, or partial sums are."""
+    record = sample.record
+    exact = with_facts(context, unrounded_output)(context.call)
+    try:
+        outputs = exact(record.inputs, context.weights)
+    except CANNOT_RUN:
+        return
+    ways = [(each.words, each.apply) for each in functions()]
+    for power in range(-_MOST_POWER, _MOST_POWER + 1, 2):
+        words = f"rounded to FP16 in front of a factor of 2^{power}"
+        ways.append((words, partial(_through_half, 2.0**power)))
+    for name, seen in record.outputs.items():
+        made = outputs.get(name)
+        if made is None or made.shape != seen.shape or not seen.is_floating_point():
+            continue
+        before = distance({name: seen}, {name: record.expected[name]})
+        for words, of in ways:
+            try:
+                stored = of(made.double()).to(seen.dtype)
+            except CANNOT_RUN:
+                continue
+            if before and distance({name: seen}, {name: stored}) <= LEAVES * before:
+                yield FaultVariant(
+                    f"{_named(name, record.expected)} is {words} before it is stored",
+                    partial(_finer, context, name, of),
+                )
+    if CODES in record.inputs or "x" in record.inputs:
+        yield from _by_partial_sums(context)
+
+
+def _through_half(factor: float, x: Tensor) -> Tensor:
+    return (x / factor).to(torch.float16).double() * factor
+
+
+def _finer(context: ComponentContext, name: str, of: Callable[[Tensor], Tensor], call: Any) -> Any:
+    exact = with_facts(context, unrounded_output)(call)
+
+    def changed(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        known = call(inputs, weights)
+        made = of(exact(inputs, weights)[name].double()).to(known[name].dtype)
+        return {**known, name: made}
+
+    return changed
+
+
+def _by_partial_sums(context: ComponentContext) -> Iterator[FaultVariant]:
+    shapes = [weight.shape for weight in dict(context.weights).values()]
+    if not shapes or any(len(shape) != 2 for shape in shapes):
+        return
+    width = max(shape[1] for shape in shapes)
+    for form, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
+        for part in dict.fromkeys((*_PARTS, -(-width // 2))):
+            if part < width <= 32 * part:
+                words = f"sums over {part} columns are added up in {form}"
+                yield FaultVariant(words, partial(_summed, context, part, dtype))
+
+
+def _summed(context: ComponentContext, part: int, dtype: torch.dtype, call: Any) -> Any:
+    exact = with_facts(context, unrounded)(call)
+
+    def changed(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        known = dict(call(inputs, weights))
+        width = max(weight.shape[1] for weight in weights.values())
+        total: dict[str, Tensor] = {}
+        for begin in range(0, width, part):
+            some = decoded(facts_of(exact), inputs, weights, partial(_alone, begin, begin + part))
+            for name, made in exact(some, weights).items():
+                before = total.get(name, torch.zeros_like(made, dtype=torch.float64))
+                total[name] = (before + made.double()).to(dtype).double()
+        return {name: total[name].to(output.dtype) for name, output in known.items()}
+
+    return changed
+
+
+def _alone(begin: int, end: int, x: Tensor) -> Tensor:
+    made = torch.zeros_like(x)
+    made[..., begin:end] = x[..., begin:end]
+    return made
+
+
+# ---- facts ---------------------------------------------------------------------------------------
+
+
+def _of_switches(context: ComponentContext) -> Iterator[FaultVariant]:
+    """The other side of everything in which correct implementations differ."""
+    switches = facts_at(context).numerics.switches
+    for each in fields(switches):
+        own = getattr(switches, each.name)
+        if isinstance(own, bool):
+            values: list[Any] = [not own]
+        elif hasattr(type(own), "__members__"):
+            values = [value for value in type(own) if value is not own]
+        else:
+            continue
+        for value in values:
+            shown = {True: "on", False: "off"}.get(value, str(value))
+            yield FaultVariant(
+                f"the switch {each.name} is {shown}",
+                with_facts(context, partial(with_switches, **{each.name: value})),
+            )
+
+
+def _of_config(context: ComponentContext, sample: Sample) -> Iterator[FaultVariant]:
+    """Numbers of the config that are read here: whole ones next to their own, others fitted."""
+    config = facts_at(context).config
+    for path, own in _numbers_in(config):
+        if isinstance(own, int):
+            for near in dict.fromkeys((own + 1, own - 1, 2 * own, own // 2)):
+                if near > 0:
+                    yield _config_variant(context, path, near)
+            continue
+        value = _fitted(context, sample, path, own)
+        if value is not None:
+            yield _config_variant(context, path, value)
+    for each in fields(config):
+        if is_dataclass(getattr(config, each.name)):
+            without = with_facts(context, partial(_with_field, each.name, None))
+            yield FaultVariant(f"{each.name} is absent", without)
+
+
+def _numbers_in(config: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from _numbers_in(value, f"{prefix}{each.name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{each.name}", value
+
+
+def _with_field(path: str, value: Any, facts: Any) -> Any:
+    head, _, rest = path.partition(".")
+    if rest:
+        value = replace(getattr(facts.config, head), **{rest: value})
+    return with_config(facts, **{head: value})
+
+
+def _config_variant(context: ComponentContext, path: str, value: float) -> FaultVariant:
+    shown = str(value) if isinstance(value, int) else number(value, 4)
+    return FaultVariant(
+        f"{path} is {shown}", with_facts(context, partial(_with_field, path, value))
+    )
+
+
+def _fitted(context: ComponentContext, sample: Sample, path: str, own: float) -> float | None:
+    """Return the value of a number of the config that leaves least of the difference."""
+
+    def left(value: float) -> float:
+        try:
+            return _left(context, sample, _config_variant(context, path, value))
+        except (*CANNOT_RUN, DegarbleError, OverflowError, ZeroDivisionError):
+            return 1.0
+
+    scale = own or 1.0
+    if left(2 * scale) == left(0.5 * scale) == 1.0:
+        return None  # it is not read here, or changes nothing
+    known = {factor: left(factor * scale) for factor in (*_GRID, 1.0)}
+    best = min(known, key=lambda factor: known[factor])
+    if known[best] >= 1.0:
+        return None
+    ranked = sorted(known)
+    at = ranked.index(best)
+    low, high = ranked[max(at - 1, 0)], ranked[min(at + 1, len(ranked) - 1)]
+    found = _least(lambda factor: left(factor * scale), low, high) * scale
+    least = left(found)
+    if known[best] <= least:
+        found, least = best * scale, known[best]
+    for digits in range(1, 7):
+        plain = float(f"{found:.{digits}g}")
+        if left(plain) <= least * 1.1 + 1e-6:
+            return plain
+    return found
+
+
+def _least(of: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a function of one number is least, between two, by golden sections."""
+    a, b = low, high
+    c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)
+    left, right = of(c), of(d)
+    for _ in range(_TURNS):
+        if left <= right:
+            b, d, right = d, c, left
+            c = b - _GOLDEN * (b - a)
+            left = of(c)
+        else:
+            a, c, left = c, d, right
+            d = a + _GOLDEN * (b - a)
+            right = of(d)
+    return (a + b) / 2
