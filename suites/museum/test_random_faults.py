@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -88,6 +89,14 @@ def test_a_cause_that_does_something_else_is_false(
     monkeypatch.setattr(answers, "diagnose", told)
     (answer,) = judged(small(), [gain(1.3)]).answers
     assert answer.cause == cause
+
+
+def test_a_cache_of_sequences_of_other_lengths_is_blamed_alone() -> None:
+    """A window's rows are cut from each sequence only where the cache forgets the others."""
+    name = "layers.1.self_attn.cache"
+    answer = judged(stage("gemma3_text bf16"), [replace(gain(1.5), component=name)])
+    assert [each.placed for each in answer.answers] == [True]
+    assert answer.elsewhere == ()
 
 
 CONDITIONS = (

@@ -257,10 +257,11 @@ class InputReconstruction:
         source = source_of(component, name)
         if source is None:
             return False, None
-        own, found = name in _POOLED_STATE, []
+        own, found, parts = name in _POOLED_STATE, [], self._parts[step.number]
         # A memory that forgets keeps as many rows of every sequence.
-        held = kept.shape[0] // len(self._parts[step.number]) if kept and kept.shape else 0
-        for part in self._parts[step.number]:
+        rows = kept.shape[0] if kept and kept.shape else 0
+        held = rows // len(parts) if rows < sum(part.start for part in parts) else rows
+        for part in parts:
             made = self._before(step, part, source, _view_of(component, name))
             if made is None:
                 return False, None
