@@ -62,8 +62,15 @@ SPEED = Measure(
 )  # fmt: skip
 TEXT = Measure("text", "", 1e-4, 1, "statistics of what the model says")
 MUSEUM = Measure("museum", "of the cases", 0.005, -1, "claims of the museum of faults that held")
+RANDOM_FAULTS = Measure(
+    "random faults",
+    "of the faults",
+    0.005,
+    -1,
+    "random faults that were placed and told truthfully",
+)
 MEASURES: Mapping[str, Measure] = {
-    measure.name: measure for measure in (BUDGETS, DISTANCE, SPEED, TEXT, MUSEUM)
+    measure.name: measure for measure in (BUDGETS, DISTANCE, SPEED, TEXT, MUSEUM, RANDOM_FAULTS)
 }
 
 

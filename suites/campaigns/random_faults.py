@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from degarble.suites.museum.random_faults.stages import RandomFault
 
 NAME = "random_faults"
+FALSE = "false sentences"
 WANTED = ("named", "described", "ambiguous", "silent", "below")
 _OURS_OF_TEN = 3
 _WORST = (
@@ -65,17 +66,17 @@ def case(seed: int, several: int = 1) -> CaseResult:
     """Plant the faults of a seed; the detail is JSON, with truth and answer of each."""
     torch.set_num_threads(1)
     name, answer = answered(seed, several)
-    faults = [_plain(each) for each in answer.answers]
+    faults = [plain(each) for each in answer.answers]
     detail = json.dumps({"stage": name, "elsewhere": answer.elsewhere, "faults": faults})
     kind = " and ".join(str(each.truth["operand"]).split()[0] for each in answer.answers)
     return CaseResult(seed, kind if several == 1 else f"{several} faults", outcome(answer), detail)
 
 
-def _plain(answer: FaultAnswer) -> dict[str, Any]:
+def plain(answer: FaultAnswer) -> dict[str, Any]:
     return {
         "truth": answer.truth, "effect": min(answer.effect, 1e30), "placed": answer.placed,
         "cause": str(answer.cause), "id": answer.cause_id, "where": answer.where,
-        "proof": answer.proof, "sentence": answer.sentence,
+        "proof": answer.proof, "when": answer.condition, "sentence": answer.sentence,
     }  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def shares(answers: Iterable[dict[str, Any]]) -> dict[str, tuple[int, int]]:
     return {
         "placed": (sum(each["placed"] for each in counted), len(counted)),
         "named or described": (sum(each["cause"] in true for each in counted), len(counted)),
-        "false sentences": (sum(each["cause"] == CauseAnswer.FALSE for each in counted),
+        FALSE: (sum(each["cause"] == CauseAnswer.FALSE for each in counted),
                             len(counted)),
     }  # fmt: skip
 

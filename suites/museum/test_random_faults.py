@@ -15,9 +15,10 @@ from degarble.harness.engine.diagnose.diagnose import Diagnosed
 from degarble.harness.engine.diagnose.trial import VariantFit
 from degarble.harness.engine.faults.model_faults import FaultVariant
 from degarble.harness.engine.recover.described import Described
+from degarble.harness.nightly.table import STEPS
 from degarble.suites.campaigns import random_faults
 from degarble.suites.campaigns.random_faults import WANTED, outcome, shares, table
-from degarble.suites.museum.random_faults import answers
+from degarble.suites.museum.random_faults import answers, nightly
 from degarble.suites.museum.random_faults.answers import CauseAnswer, judged
 from degarble.suites.museum.random_faults.conditions import Condition
 from degarble.suites.museum.random_faults.edits import Edit
@@ -148,6 +149,23 @@ def test_numbers_are_cut_to_bits_and_to_powers_of_two() -> None:
     x = torch.tensor([0.0, 1.0, -1.3, 5.2])
     assert cut_bits(x, 1).tolist() == [0.0, 1.0, -1.0, 4.0]
     assert powers_of_two(x).tolist() == [0.0, 1.0, -1.0, 4.0]
+
+
+@pytest.mark.parametrize("cause", [CauseAnswer.NAMED, CauseAnswer.FALSE])
+def test_a_night_keeps_the_score_of_random_faults(
+    cause: CauseAnswer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = {"operand": "output out", "condition": {}}
+    answer = answers.RunAnswer((answers.FaultAnswer(truth, 9.0, True, cause),))
+    monkeypatch.setattr(nightly, "answered", lambda _seed: ("llama bf16", answer))
+    result = nightly.random_faults(None, {})  # type: ignore[arg-type]
+    good = float(cause is CauseAnswer.NAMED)
+    assert result.red is not bool(good)
+    assert result.values == {
+        "random faults": {"placed": 1.0, "named or described": good, "no false sentences": good}
+    }
+    names = [step.name for step in nightly.with_random_faults(STEPS)]
+    assert names[names.index("museum") + 1] == "random faults"
 
 
 def test_faults_below_three_budgets_are_not_counted() -> None:

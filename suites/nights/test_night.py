@@ -17,8 +17,10 @@ from degarble.harness.base.errors import Refused
 from degarble.harness.inference.processes import process_group, read_rank_info
 from degarble.harness.nightly.night import Night, NightConfig, require_no_workers, today
 from degarble.harness.nightly.pages import write_night
-from degarble.harness.nightly.table import STEPS, follow, lead, over_ranks
+from degarble.harness.nightly.table import STEPS as OF_PRODUCT
+from degarble.harness.nightly.table import follow, lead, over_ranks
 from degarble.harness.plugins.presence import DEVICES
+from degarble.suites.museum.random_faults.nightly import with_random_faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions
 
 FOLDER = Path("out") / "nights"
+STEPS = with_random_faults(OF_PRODUCT)
 MARKS = ("b200", "h200", "night")
 PLACES = [
     pytest.param(mark, step.name, marks=getattr(pytest.mark, mark), id=f"{mark}-{step.name}")

@@ -182,6 +182,8 @@ def origin_of(origin: DiagnosedOrigin) -> Origin:
     layer, role = _layer_and_role(discrepancy.component)
     cosine, difference, budget = _measured(discrepancy)
     where = dict(discrepancy.where)
+    if origin.diagnosed is not None:
+        where = {**origin.diagnosed.where, **where}
     if named is not None:
         where |= {key: each for key, each in named.variant.where.items() if key not in where}
     reproduced, evidence = 0.0, discrepancy.sentence

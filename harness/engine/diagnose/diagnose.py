@@ -19,6 +19,7 @@ import torch
 from degarble.harness.engine.budget.attention import keeping_budgets
 from degarble.harness.engine.budget.budget import HEADROOM
 from degarble.harness.engine.conventions.registry import REGISTRY
+from degarble.harness.engine.diagnose.conditions import condition_of, struck_rows
 from degarble.harness.engine.diagnose.trial import (
     VariantFit,
     calls_in,
@@ -45,11 +46,12 @@ from degarble.harness.engine.recover.described import describe
 from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
+    from degarble.harness.engine.diagnose.conditions import ActiveCondition
     from degarble.harness.engine.diagnose.trial import Measure, Sample
     from degarble.harness.engine.faults.model_faults import ComponentContext, ModelFault
     from degarble.harness.engine.recover.described import Described
@@ -149,6 +151,15 @@ def differing_parts(
         yield text, left
 
 
+def _struck_part(
+    context: ComponentContext, records: Sequence[CallRecord]
+) -> Iterator[tuple[str, list[CallRecord]]]:
+    """Yield the rows that are beyond their budgets, where rows are independent and some are not."""
+    cut = [part for record in records if (part := struck_rows(context, record)) is not None]
+    if cut:
+        yield "", cut
+
+
 def _unhealthy(context: ComponentContext, records: Sequence[CallRecord]) -> list[CallRecord]:
     if len(records) > _MOST:
         return []
@@ -203,6 +214,7 @@ class NamedFault:
     ratio: float
     evidence: str
     alternatives: tuple[str, ...] = ()
+    condition: ActiveCondition | None = None
 
     @property
     def fault(self) -> ModelFault:
@@ -237,6 +249,13 @@ class Diagnosed:
     sentence: str
     like: str = ""  # the component whose cause was tried first, and holds here as well
     described: Described | None = None
+    condition: ActiveCondition | None = None  # of what is described
+
+    @property
+    def where(self) -> Mapping[str, str]:
+        """Return when the first cause acts, as data; empty where it always does."""
+        condition = self.named[0].condition if self.named else self.condition
+        return {} if condition is None else condition.where
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,8 +304,8 @@ def diagnose(
         named, trials = _alike_in_all(context, calls, (main, sample), steady)
         if not named:
             named = _each_by_itself(context, apart, sitting)
-        if not named and reach is Reach.COMPONENT:
-            named = _in_a_part(context, apart, steady)
+        parts = [] if named or reach is Reach.EDGE else _parts(context, apart)
+        named = named or _in_a_part(context, apart, parts, steady)
         pairs: list[_Trial] = []
         if not named:
             # Pairs are expensive and rarely needed, so they come last.
@@ -297,12 +316,17 @@ def diagnose(
         if not named and context.component.kind:
             named = _by_other_conventions(context, apart, steady)
         described = None if named else describe(context, [main, *_but(calls, main)])
+        condition = None
+        if not named and described is None:
+            described, condition = _described_in_a_part(context, apart, parts)
     excluded = _excluded(trials, named)
     tried = sum(not trial.uncut for trial in trials) + len(pairs)
     sentence = _sentence(named, excluded, len(sitting), tried)
     if described is not None:
         sentence = f"{described.evidence} {sentence}"
-    return Diagnosed(named, excluded, tried, sentence, described=described)
+    return Diagnosed(
+        named, excluded, tried, sentence, described=described, condition=condition
+    )  # fmt: skip
 
 
 def _but(calls: Sequence[CallRecord], main: CallRecord) -> list[CallRecord]:
@@ -346,17 +370,54 @@ def _alike_in_all(
     return named, trials
 
 
+def _parts(
+    context: ComponentContext, apart: Sequence[CallRecord]
+) -> list[tuple[str, list[CallRecord]]]:
+    """Return the calls, the sequences and the rows that differ, where the others are healthy."""
+    return [*differing_parts(context, apart), *_struck_part(context, together(context, apart))]
+
+
 def _in_a_part(
-    context: ComponentContext, apart: Sequence[CallRecord], sitting: Sequence[ModelFault]
+    context: ComponentContext,
+    apart: Sequence[CallRecord],
+    parts: Sequence[tuple[str, list[CallRecord]]],
+    sitting: Sequence[ModelFault],
 ) -> tuple[NamedFault, ...]:
-    """Return causes that act in some calls, or on some sequences, while the others are healthy."""
-    for words, part in differing_parts(context, apart):
+    """Return causes that act in some calls, on some sequences or rows; the others are healthy."""
+    for words, part in parts:
         calls = together(context, part)
         main = most_telling(calls)
         named, _ = _alike_in_all(context, calls, (main, sampled(context, main)), sitting)
-        if named:
-            return tuple(replace(n, evidence=f"{n.evidence}, {words}") for n in named)
+        found = []
+        for each in named:
+            condition = condition_of(context, together(context, apart), each.variant)
+            when = words if condition is None else condition.sentence
+            if when:
+                evidence = f"{each.evidence}, {when}"
+                found.append(replace(each, evidence=evidence, condition=condition))
+        if found:
+            return tuple(found)
     return ()
+
+
+def _described_in_a_part(
+    context: ComponentContext,
+    apart: Sequence[CallRecord],
+    parts: Sequence[tuple[str, list[CallRecord]]],
+) -> tuple[Described | None, ActiveCondition | None]:
+    """Describe what was computed in some calls, on some sequences or rows, and when."""
+    for words, part in parts:
+        calls = together(context, part)
+        main = most_telling(calls)
+        found = describe(context, [main, *_but(calls, main)])
+        if found is None:
+            continue
+        condition = condition_of(context, together(context, apart), found.variant)
+        when = words if condition is None else condition.sentence
+        if when:
+            sentence = f"{found.sentence.removesuffix('.')}, {when}."
+            return replace(found, sentence=sentence), condition
+    return None, None
 
 
 def _by_other_conventions(

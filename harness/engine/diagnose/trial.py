@@ -639,7 +639,7 @@ def most_telling(records: Sequence[CallRecord]) -> CallRecord:
 
 def sampled(context: ComponentContext, record: CallRecord, window: int = WINDOW) -> Sample:
     """Cut a record to the window of rows that differs most, if its rows are independent."""
-    cut = _window(record, window) if _is_by_row(context, record) else record
+    cut = _window(record, window) if is_by_row(context, record) else record
     whole = cut is record
     if "experts" in cut.inputs and context.role.startswith("ffn.experts.w") and window == WINDOW:
         cut = _few_experts(cut)
@@ -653,7 +653,7 @@ def sampled(context: ComponentContext, record: CallRecord, window: int = WINDOW)
     return Sample(cut, chosen, whole, decoded_once(context, cut), rows)
 
 
-def _is_by_row(context: ComponentContext, record: CallRecord) -> bool:
+def is_by_row(context: ComponentContext, record: CallRecord) -> bool:
     """Tell whether rows are independent and lead every tensor that has one for each token."""
     if record.implied or any(each.via in _OUTSIDE for each in context.component.inputs):
         return False
@@ -707,7 +707,7 @@ def _few_experts(record: CallRecord) -> CallRecord:
 def together(context: ComponentContext, records: Sequence[CallRecord]) -> list[CallRecord]:
     """Concatenate calls with independent rows, so that one record shows all experts."""
     first = records[0]
-    if len(records) == 1 or not all(_is_by_row(context, record) for record in records):
+    if len(records) == 1 or not all(is_by_row(context, record) for record in records):
         return list(records)
     if any(_likeness(record) != _likeness(first) for record in records):
         return list(records)
@@ -722,11 +722,14 @@ def together(context: ComponentContext, records: Sequence[CallRecord]) -> list[C
     rows = tuple(count for record in records for count in (record.rows or (_height(record),)))
     owners = tuple(owner for record in records for owner in record.owners)
     sides = (joined("inputs"), joined("outputs"), joined("expected"))
+    known = [record.places for record in records if record.places is not None]
+    places = known[0].joined(known[1:]) if len(known) == len(records) else None
     return [
         replace(
-            first, inputs=sides[0], outputs=sides[1], expected=sides[2], rows=rows, owners=owners
+            first, inputs=sides[0], outputs=sides[1], expected=sides[2], rows=rows, owners=owners,
+            places=places,
         )
-    ]
+    ]  # fmt: skip
 
 
 def _likeness(record: CallRecord) -> list[tuple[object, ...]]:
@@ -756,7 +759,7 @@ def calls_in(record: CallRecord) -> list[CallRecord]:
 
 def sequences_in(context: ComponentContext, record: CallRecord) -> list[CallRecord]:
     """Split one call by sequences; return it whole where they cannot be separated."""
-    if _is_by_row(context, record):
+    if is_by_row(context, record):
         return _by_owner(record)
     if record.implied or "token_offsets" not in record.inputs:
         return [record]
@@ -783,24 +786,34 @@ def alone(context: ComponentContext, record: CallRecord) -> Iterator[CallRecord]
         if any(side is None for side in sides):
             return
         inputs, outputs, expected = (side or {} for side in sides)
-        yield replace(record, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=())
+        yield replace(
+            record, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=(),
+            places=None,
+        )  # fmt: skip
 
 
 def _sides(record: CallRecord) -> tuple[Tensors, Tensors, Tensors]:
     return record.inputs, record.outputs, record.expected
 
 
-def rows_of(record: CallRecord, rows: slice) -> CallRecord:
+def rows_of(record: CallRecord, rows: slice | Tensor) -> CallRecord:
     """Return some rows of a record with independent rows."""
 
     def part(side: Tensors) -> dict[str, Tensor]:
         return {name: tensor[rows] if tensor.ndim else tensor for name, tensor in side.items()}
 
     inputs, outputs, expected = (part(side) for side in _sides(record))
-    owners = record.owners[rows]
+    known = torch.tensor(record.owners, dtype=torch.int64)
+    owners = tuple(known[rows].tolist()) if record.owners else ()
+    places = record.places
+    if places is not None:
+        chosen = torch.zeros(len(places.position), dtype=torch.bool)
+        chosen[rows] = True
+        places = places.select(chosen)
     return replace(
-        record, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners
-    )
+        record, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners,
+        places=places,
+    )  # fmt: skip
 
 
 def _element_distances(c: Tensor, e: Tensor | None) -> Tensor:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
+    from degarble.harness.engine.localise.discrepancy import RowPositions
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.components import Component
     from degarble.harness.model.recipes import Recipe
@@ -111,7 +112,8 @@ class CallRecord:
     the producers' outputs imply; it is empty inside a component. `earlier` are the calls of the
     same component before this one, oldest first, as far as they are known: stale data comes from
     there. `rows` counts the rows of each call if several are concatenated. `elsewhere` holds, by
-    layer, the inputs meant for the same component of other layers in this step.
+    layer, the inputs meant for the same component of other layers in this step. `places` says which
+    token each row is.
     """
 
     inputs: Mapping[str, Tensor]
@@ -123,6 +125,7 @@ class CallRecord:
     rows: tuple[int, ...] = ()
     elsewhere: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     owners: tuple[int, ...] = ()  # the sequence of each row, where rows are tokens
+    places: RowPositions | None = None
 
 
 @dataclass(frozen=True, eq=False)

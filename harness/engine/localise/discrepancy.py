@@ -18,7 +18,7 @@ from degarble.harness.model.family import family_of
 from degarble.harness.model.sites import Port, Site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -133,6 +133,7 @@ _AXES = MappingProxyType(
     }
 )  # fmt: skip
 _HALVES = ("w13",)
+_OF_ROWS = ("position", "decode", "sequence")
 _MOST_SPANS = 4  # ranges that are written out; more are counted
 
 
@@ -152,13 +153,27 @@ class RowPositions:
     decode: Tensor
     sequence: Tensor
     experts: Tensor | None = None  # [T, K], of routed rows
+    calls: Tensor | None = None  # [T, 3]: step, tokens of the step, tokens of the sequence so far
 
     def select(self, chosen: Tensor) -> RowPositions:
         """Return some of the rows."""
-        experts = None if self.experts is None else self.experts[chosen]
-        return RowPositions(
-            self.position[chosen], self.decode[chosen], self.sequence[chosen], experts
+        experts, calls = (
+            None if side is None else side[chosen] for side in (self.experts, self.calls)
         )
+        return RowPositions(
+            self.position[chosen], self.decode[chosen], self.sequence[chosen], experts, calls
+        )
+
+    def joined(self, others: Sequence[RowPositions]) -> RowPositions:
+        """Return these rows and others after them."""
+        every = (self, *others)
+
+        def below(name: str) -> Tensor | None:
+            known = [side for each in every if (side := getattr(each, name)) is not None]
+            return torch.cat(known) if len(known) == len(every) else None
+
+        first = {name: torch.cat([getattr(each, name) for each in every]) for name in _OF_ROWS}
+        return RowPositions(**first, experts=below("experts"), calls=below("calls"))
 
     @classmethod
     def from_batch(cls, batch: Batch, steps: Mapping[int, CapturedStep]) -> RowPositions:
@@ -167,6 +182,7 @@ class RowPositions:
             return cls.from_batch(batch.whole, steps).select(batch.kept)
         decode = torch.zeros(len(batch.step_of), dtype=torch.bool)
         sequence = torch.full((len(batch.step_of),), -1)
+        calls = torch.full((len(batch.step_of), 3), -1)
         for call, span in zip(batch.calls, batch.spans, strict=True):
             step = steps[call.step]
             decode[span] = step.phase is Phase.DECODE
@@ -175,9 +191,12 @@ class RowPositions:
             # One row per sequence (the last tokens), not one per token.
             if count != len(owners):
                 owners = tuple(dict.fromkeys(owners))
+            calls[span] = torch.tensor((call.step, len(step.tokens), -1))
             if count == len(owners):
                 sequence[span] = torch.tensor(owners)
-        return cls(batch.position_of, decode, sequence, batch.inputs.get("experts"))
+                stops = dict(zip(step.sequences, step.positions, strict=True))
+                calls[span, 2] = torch.tensor([stops[owner] + 1 for owner in owners])
+        return cls(batch.position_of, decode, sequence, batch.inputs.get("experts"), calls)
 
 
 def locate_difference(

@@ -560,7 +560,7 @@ def _sight(piece: JudgedBatch, steps: Mapping[int, CapturedStep]) -> CallRecord:
     rows = tuple(span.stop - span.start for span in batch.spans)
     step = batch.calls[0].step
     sides = [inputs, batch.outputs, piece.replay.expected]
-    owners = RowPositions.from_batch(batch, steps).sequence
+    places = RowPositions.from_batch(batch, steps)
     kept = _without_flips(piece)
     if kept is not None:
         sides = [
@@ -568,9 +568,11 @@ def _sight(piece: JudgedBatch, steps: Mapping[int, CapturedStep]) -> CallRecord:
             for side in sides
         ]
         rows = tuple(count for span in batch.spans if (count := int(kept[span].sum())))
-        owners = owners[kept]
-    known = tuple(owners.tolist()) if bool((owners >= 0).all()) else ()
-    return CallRecord(sides[0], sides[1], sides[2], step=step, rows=rows, owners=known)
+        places = places.select(kept)
+    known = tuple(places.sequence.tolist()) if bool((places.sequence >= 0).all()) else ()
+    return CallRecord(
+        sides[0], sides[1], sides[2], step=step, rows=rows, owners=known, places=places
+    )
 
 
 def _without_flips(piece: JudgedBatch) -> Tensor | None:

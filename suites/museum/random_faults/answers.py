@@ -6,17 +6,19 @@ there, in the calls and rows where the fault acts; words are not compared.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.diagnose.trial import make
 from degarble.harness.engine.faults.model_faults import CallRecord
 from degarble.harness.engine.localise.recorded_run import by_component
 from degarble.harness.engine.localise.replay import batches
+from degarble.suites.museum.random_faults.conditions import ALWAYS, Condition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[str, Tensor]
 
+FAINT = 0.1  # of what a fault changes in most rows: less may not show
 LEFT = 0.1  # of what a fault changes, that a true cause may leave: fitted numbers
 STRONG = 3.0  # budgets from which on a fault has to be found
 
@@ -58,6 +61,7 @@ class FaultAnswer:
     sentence: str = ""
     where: Mapping[str, Any] = field(default_factory=dict)
     proof: Mapping[str, float] = field(default_factory=dict)  # of the first cause
+    condition: str = ""  # what was said of when it acts: right, also possible, silent, wrong
 
     @property
     def counts(self) -> bool:
@@ -103,8 +107,65 @@ def _answer(
     cause, name = _cause(stage, fault, told)
     return FaultAnswer(
         fault.truth, effect, True, cause, name, f"{origin.sentence} | {told.sentence}",
-        dict(origin.where), _proof(told),
+        dict(told.where) | dict(origin.where), _proof(told),
+        _condition(stage, fault, origin, told),
     )  # fmt: skip
+
+
+# Features of rows by which a condition may be said, and the condition that they mean.
+_FEATURES = {
+    "phase": ("phase",), "sequence": ("sequence",), "expert": ("expert",), "tokens":
+    ("calls of tokens",), "length": ("length",), "position": ("position",), "step": ("one step",),
+    "steps": ("from step", "to step", "one step"),
+}  # fmt: skip
+
+
+def _condition(stage: Stage, fault: RandomFault, origin: Discrepancy, told: Diagnosed) -> str:
+    """Compare the rules that are said with the rows in which the fault acts."""
+    said = told.named[0].condition if told.named else told.condition
+    meant = fault.condition.kind
+    if said is None:
+        return "" if meant == ALWAYS else "silent"
+    assert origin.record is not None, "it was diagnosed"
+    acted = list(_acted(stage, fault))
+    if meant == ALWAYS or any(
+        rule.holds(place[rule.feature]) != acts
+        for rule in said.rules
+        for place, acts in acted
+        if rule.feature in place
+    ):
+        return "wrong"
+    right = any(meant in _FEATURES[rule.feature] for rule in said.rules)
+    return "right" if right else "also possible"
+
+
+def _acted(stage: Stage, fault: RandomFault) -> Iterator[tuple[dict[str, int], bool]]:
+    """Yield rows on which a fault would show, and whether it acts there."""
+    always = replace(fault, condition=Condition())
+    steps = {step.number: step for step in stage.held.steps}
+    rows = []
+    for call, wrong in _faulty(stage, always):
+        right = _right(stage, fault.component, stage.held.inputs(call))
+        step = steps[call.step]
+        lengths = dict(zip(step.sequences, step.positions, strict=True))
+        name = next(iter(right))
+        acts = fault.condition.rows(step, len(right[name])) if right[name].ndim else None
+        if acts is None or len(acts) != len(step.tokens):
+            continue
+        acts = acts & fault.condition.holds_in(step)
+        change = _numbers(wrong[name]) - _numbers(right[name])
+        for row, size in enumerate(change.flatten(1).norm(dim=1).tolist()):
+            owner = step.sequences[row]
+            rows.append((size, bool(acts[row]), {
+                "phase": int(step.phase is Phase.DECODE), "step": step.number,
+                "steps": step.number, "tokens": len(step.tokens), "sequence": owner,
+                "length": lengths[owner] + 1, "position": step.positions[row],
+            }))  # fmt: skip
+    sizes = sorted(size for size, _, _ in rows if size)
+    least = FAINT * sizes[len(sizes) // 2] if sizes else 0.0
+    for size, acts_here, place in rows:
+        if size > least:
+            yield place, acts_here
 
 
 def _proof(told: Diagnosed) -> dict[str, float]:
