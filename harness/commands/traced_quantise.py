@@ -8,6 +8,7 @@ engines fuse share a tensor scale, and the largest input.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from degarble.harness.checkpoint.transform.quantise.modules import (
     ModuleQuantiseJob,
 )
 from degarble.harness.formats.number_formats import NVFP4
-from degarble.harness.inference.traced import TracedWeights, traced_config
+from degarble.harness.inference.traced import TracedWeights, meta_model, traced_config
 from degarble.harness.model.layouts import Layout, Spelling
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_from_file
@@ -41,6 +42,8 @@ _LEFT_OUT = re.compile(
 )
 _EXPERT = re.compile(r"\.experts\.(\d+)\.([^.]+)$")
 _PARTNERS = (*PACKED.values(), ("w1", "w3"))
+# Stacks [E, K, N] of classes that do not say so themselves.
+_TRANSPOSED = frozenset({"Llama4TextExperts"})
 _WEIGHT, _MATRIX = ".weight", 2
 _RECIPES = ("nvfp4-full", "nvfp4-experts")
 
@@ -77,22 +80,18 @@ class _Chosen:
         self._built_in = recipe.name in _RECIPES
         weights = TracedWeights(checkpoint, config)
         self._parameters: dict[str, Parameter] = {}
-        stacked = []
+        self._stacks, self._model = set[str](), meta_model(config)
         for parameter in parameters(config):
-            if parameter.kind is not Kind.LINEAR:
+            of_experts = len(parameter.shape) > _MATRIX and ".experts." in parameter.row.hf
+            if parameter.kind is not Kind.LINEAR and not of_experts:
                 continue
             own = weights.single(parameter.name)
             if own is not None and len(parameter.shape) > _MATRIX:
-                stacked.append(own)
+                self._require_transposed(checkpoint, parameter)
+                self._stacks.add(own)
+            row = parameter.row._replace(kind=Kind.LINEAR)
             for module in [own] if own else weights.modules(parameter.name):
-                self._parameters[module] = parameter
-        if stacked:
-            raise LayoutMismatch(
-                f"experts of {shown(checkpoint.root.name)}",
-                f"one stack for all of a layer, such as {shown(stacked[0])}",
-                "a module for every expert, as ModelOpt writes them",
-                "Quantise these experts with ModelOpt itself.",
-            )
+                self._parameters[module] = replace(parameter, row=row)
         reached = {module for module in self._parameters if self._weight(module) == NVFP4.name}
         self._reached = reached
         matrices = (
@@ -108,9 +107,21 @@ class _Chosen:
                 "Check its patterns against the parameters that `degarble audit --json` lists.",
             )  # fmt: skip
 
+    def _require_transposed(self, checkpoint: Checkpoint, parameter: Parameter) -> None:
+        """Raise for a stack [E, N, K], which ModelOpt parts into modules of other names."""
+        owner = self._model.get_submodule(parameter.row.hf.rpartition(".")[0])
+        if getattr(owner, "is_transposed", type(owner).__name__ in _TRANSPOSED):
+            return
+        raise LayoutMismatch(
+            f"experts of {shown(checkpoint.root.name)}",
+            f"one stack [experts, outputs, inputs] a layer, such as {shown(parameter.row.hf)}",
+            "a module for every expert, or a stack [experts, inputs, outputs] as gpt-oss has",
+            "Save the model with one module an expert, or leave its experts to ModelOpt.",
+        )
+
     def _weight(self, module: str) -> str:
         parameter = self._parameters[module]
-        if parameter.shape[-1] % NVFP4.block[1]:
+        if parameter.shape[1 if module in self._stacks else -1] % NVFP4.block[1]:
             return BF16
         if self._built_in and (_LEFT_OUT.search(module) or not self._is_meant(module)):
             return BF16
@@ -123,7 +134,8 @@ class _Chosen:
         return weight
 
     def _is_meant(self, module: str) -> bool:
-        return self.recipe.name == "nvfp4-full" or _EXPERT.search(module) is not None
+        routed = module in self._stacks or _EXPERT.search(module) is not None
+        return self.recipe.name == "nvfp4-full" or routed
 
     def _partners(self, module: str) -> tuple[str, ...]:
         parent, _, leaf = module.rpartition(".")
@@ -140,7 +152,7 @@ class _Chosen:
         for module in sorted(self._reached):
             partners = self._partners(module)
             if self.recipe.format_of(self._parameters[module]).activation == BF16:
-                yield ChosenModule(module, partners)
+                yield ChosenModule(module, partners, stacked=module in self._stacks)
                 continue
             own = self._record(module, records)
             seen = [self._record(each, records) for each in partners]
@@ -155,7 +167,8 @@ class _Chosen:
                 missing.append(module)
                 continue
             origin = ScaleOrigin.PARTNER if amax > own[0] else ScaleOrigin.MEASURED
-            yield ChosenModule(module, partners, amax, tokens, origin)
+            stacked = module in self._stacks
+            yield ChosenModule(module, partners, amax, tokens, origin, stacked)
         if missing:
             raise InvalidArgument(
                 "calibration", f"none of {len(missing)} linears, such as {missing[0]}",
@@ -177,8 +190,13 @@ class _Chosen:
         """Return the record of a module: by its own name, or that of its parameter."""
         parameter = self._parameters[module]
         # A stack of experts has one parameter, and every expert inputs of its own.
-        alone = (parameter.name,) if len(parameter.shape) == _MATRIX else ()
-        for name in (module, *alone):
+        alone = module in self._stacks or len(parameter.shape) == _MATRIX
+        for name in (module, parameter.name) if alone else (module,):
             if name in records:
                 return records[name].amax, records[name].tokens
-        return 0.0, 0
+        if module not in self._stacks:
+            return 0.0, 0
+        prefix, _, leaf = parameter.name.rpartition(".")
+        experts = (f"{prefix}.{number}.{leaf}" for number in range(parameter.shape[0]))
+        seen = [records[name] for name in experts if name in records]
+        return max((each.amax for each in seen), default=0.0), sum(each.tokens for each in seen)

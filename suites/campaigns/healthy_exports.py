@@ -73,6 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeConfig", {**_SIZES, **_EXPERTS, "num_experts": 4, "head_dim": 32}),
     "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4}),
     "v3": ("DeepseekV3Config", _LATENT),
+    "gpt-oss": ("GptOssConfig", {**_SIZES, "num_local_experts": 4, "head_dim": 32}),
+    "llama4": ("Llama4TextConfig", {**_SIZES, "num_local_experts": 4, "head_dim": 32}),
 }
 MODELOPT = (
     "NVFP4_DEFAULT_CFG",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -31,6 +32,8 @@ _EXPORTS = [
     pytest.param("qwen3-moe", "NVFP4_DEFAULT_CFG", "nvfp4-full", marks=_SLOW),
     pytest.param("v3", "NVFP4_DEFAULT_CFG", "nvfp4-full", marks=_SLOW),
     pytest.param("mixtral", "NVFP4_DEFAULT_CFG", "nvfp4-full", marks=_SLOW),
+    ("gpt-oss", "NVFP4_DEFAULT_CFG", "nvfp4-full"),
+    pytest.param("llama4", "NVFP4_DEFAULT_CFG", "nvfp4-full", marks=_SLOW),
     pytest.param("qwen3", "W4A16_NVFP4_CFG", "weights", marks=_SLOW),
 ]
 _WEIGHTS = "name: weights\nrules:\n- {match: 'layers.*', weight: NVFP4}\n"
@@ -57,9 +60,9 @@ def test_the_bytes_are_those_of_modelopt(
         warnings.simplefilter("ignore")  # of what ModelOpt imports
         theirs, source = modelopt_export(model, scheme, tmp_path)
     wanted = _tensors(theirs)
-    end, options = ".input_scale", []
+    end, options = "input_scale", []
     records = {
-        name.removesuffix(end): {"amax": float(scale) * 2688, "tokens": 1}
+        name.removesuffix(end)[:-1]: {"amax": float(scale) * 2688, "tokens": 1}
         for name, scale in wanted.items() if name.endswith(end)
     }  # fmt: skip
     if records:
@@ -79,8 +82,12 @@ def test_the_bytes_are_those_of_modelopt(
     assert stated[0]["quantization"]["quant_algo"] == stated[1]["quantization"]["quant_algo"]
     ignored = [each["quantization"]["exclude_modules"] for each in stated]
     assert ignored[0] == ignored[1] or "experts" in recipe  # where ModelOpt writes patterns
-    loaded = ("--loader", "vllm")
+    loaded = ("--loader", "transformers" if model in {"gpt-oss", "llama4"} else "vllm")
     assert call(capsys, "audit", out, "--against", source, *loaded).status == 0
+    if model == "gpt-oss":
+        write_tokenizer(out)
+        assert captured(capsys, out, tmp_path / "capture", "--backend", "transformers").status == 0
+        assert checked(capsys, tmp_path / "capture", source)["verdict"] == "AGREES"
 
 
 def test_a_model_is_calibrated_quantised_run_and_judged(capsys: Capsys, tmp_path: Path) -> None:
@@ -157,6 +164,30 @@ def test_experts_without_a_token_take_the_largest_range(capsys: Capsys, tmp_path
             assert float(tensors[f"{name}.input_scale"]) == pytest.approx(largest / 2688)
 
 
+def test_a_stack_has_the_largest_range_of_its_experts(capsys: Capsys, tmp_path: Path) -> None:
+    source, ranges = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss"), tmp_path / "ranges"
+    call(capsys, "capture", source, "--amax-only", "--out", ranges, "--prompt", PROMPT)
+    records = json.loads((ranges / "amax.json").read_text())["linears"]
+    out = tmp_path / "out"
+    made = call(
+        capsys, "quantise", source, out, "--recipe", "nvfp4-experts", "--calibration", ranges
+    )
+    assert made.status == 0, made.err
+    experts = [each["amax"] for name, each in records.items() if name.endswith("down_proj")
+               and name.startswith("layers.1.")]  # fmt: skip
+    found = _tensors(out)["model.layers.1.mlp.experts.down_proj_input_scale"]
+    assert float(found) == pytest.approx(max(experts) / 2688)
+
+
+def _granite(folder: Path) -> Path:
+    transformers = import_module("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = transformers.GraniteMoeConfig(num_local_experts=4, **sizes, **heads)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
 def test_refusals_have_remedies_that_are_true(capsys: Capsys, tmp_path: Path) -> None:
     dense = write_checkpoint(tmp_path / "llama", "llama")
     out = tmp_path / "out"
@@ -178,7 +209,11 @@ def test_refusals_have_remedies_that_are_true(capsys: Capsys, tmp_path: Path) ->
     text = refused("quantise", mixture, out, "--recipe", "nvfp4-full")
     assert "degarble capture CKPT --amax-only" in text
     stacked = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss")
-    assert "one stack" in refused("quantise", stacked, out, "--recipe", "nvfp4-full")
+    text = refused("quantise", stacked, out, "--recipe", "nvfp4-full")
+    assert "degarble capture CKPT --amax-only" in text
+    stacked = _granite(tmp_path / "granite")
+    text = refused("quantise", stacked, out, "--recipe", "nvfp4-full")
+    assert "one stack [experts, outputs, inputs] a layer" in text
     (tmp_path / "weights.yaml").write_text(_WEIGHTS)
     recipe = ("--recipe", tmp_path / "weights.yaml")
     assert call(capsys, "quantise", dense, tmp_path / "made", *recipe).status == 0

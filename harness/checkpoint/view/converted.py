@@ -22,9 +22,16 @@ import torch
 
 from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch, UnreadableFile
 from degarble.harness.checkpoint.read.types import shown, unknown_name
-from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.checkpoint.view.modules import (
+    BLOCKS,
+    SCALES,
+    STACK_BLOCK_SCALE,
+    STACK_INPUT_SCALE,
+    STACK_TENSOR_SCALE,
+)
+from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.number_formats import MXFP4, NibbleOrder
+from degarble.harness.formats.number_formats import MXFP4, NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise
 from degarble.harness.formats.weight import DerivedWeight
 from degarble.harness.model.tensors import PartKind
@@ -88,9 +95,8 @@ class ParameterSource:
 
 # --------------------------------------------------------------------------------------------------
 # Stored modules. The experts of gpt-oss are no StoredWeight: their MXFP4 codes lie transposed and
-# in blocks of 16 bytes.
+# in blocks of 16 bytes. ModelOpt writes NVFP4 of stacks [E, K, N] with the codes along K as well.
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
 _WHOLE = slice(None)
 
 
@@ -108,12 +114,12 @@ class StoredModule(NamedTuple):
 
 def packed_experts(checkpoint: Checkpoint, name: str) -> StoredModule:
     """Return a stack [E, K, M] whose codes are stored as [E, M, K / 32, 16]."""
-    codes, scales = (checkpoint.entry(f"{name}{each}") for each in (_BLOCKS, _SCALES))
+    codes, scales = (checkpoint.entry(f"{name}{each}") for each in (BLOCKS, SCALES))
     experts, rows, *blocks = codes.shape
     columns = 2 * prod(blocks)
     if (*codes.shape[:-1], MXFP4.block[1] // 2) != (*scales.shape, codes.shape[-1]):
         raise ShapeMismatch(
-            f"{shown(name)}{_BLOCKS}", f"{list(codes.shape)}, scales {list(scales.shape)}",
+            f"{shown(name)}{BLOCKS}", f"{list(codes.shape)}, scales {list(scales.shape)}",
             "16 bytes of codes a scale", _ONE_MODEL,
         )  # fmt: skip
 
@@ -137,6 +143,46 @@ def packed_experts(checkpoint: Checkpoint, name: str) -> StoredModule:
     return StoredModule(
         name, shape, MXFP4.name, has_input_scale=False, entries=(codes, scales), weight=weight
     )
+
+
+def nvfp4_experts(checkpoint: Checkpoint, name: str) -> StoredModule:
+    """Return a stack [E, K, N] whose codes lie [E, K / 2, N], and scales [E, K / 16, N]."""
+    codes, scales = checkpoint.entry(name), checkpoint.entry(f"{name}{STACK_BLOCK_SCALE}")
+    tensor_scale = checkpoint.entry(f"{name}{STACK_TENSOR_SCALE}")
+    given = checkpoint.entries.get(f"{name}{STACK_INPUT_SCALE}")
+    experts, halves, rows = codes.shape
+    columns, block = 2 * halves, NVFP4.block[1]
+    fits = columns % block == 0 and scales.shape == (experts, columns // block, rows)
+    if not fits or scales.dtype != "F8_E4M3" or tensor_scale.elements != 1:
+        raise ShapeMismatch(
+            f"{shown(name)}",
+            f"{list(codes.shape)}, scales {scales.dtype} {list(scales.shape)}, tensor scale"
+            f" {list(tensor_scale.shape)}",
+            "E4M3 scales of 16 inputs each, and one tensor scale", _ONE_MODEL,
+        )  # fmt: skip
+
+    def some(part: slice, dtype: torch.dtype) -> Tensor:
+        own = checkpoint.tensor(name)[part].transpose(1, 2).contiguous()
+        held = checkpoint.tensor(scales.name)[part].transpose(1, 2).contiguous()
+        stack = QuantisedTensor(
+            codes=own, block_scale=held.view(torch.uint8),
+            tensor_scale=checkpoint.tensor(tensor_scale.name).float().reshape(()),
+            format=NVFP4, dialect=MODELOPT, layout=LINEAR, direction=ScaleDirection.DECODE,
+            nibble_order=NibbleOrder.LOW_EVEN, shape=(len(own), rows, columns),
+        )  # fmt: skip
+        return dequantise(stack, dtype).transpose(1, 2)
+
+    shape = (experts, columns, rows)
+
+    def weight() -> Weight:
+        scale = None if given is None else checkpoint.tensor(given.name).float().reshape(())
+        return DerivedWeight(
+            make=partial(some, _WHOLE), extents=shape, from_codes=True, make_rows=some,
+            input_scale=scale,
+        )  # fmt: skip
+
+    entries = (codes, scales, tensor_scale, *([] if given is None else [given]))
+    return StoredModule(name, shape, NVFP4.name, given is not None, entries, weight)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -176,8 +222,10 @@ class ConvertedWeights(Mapping[str, "Weight"]):
     def module(self, name: str) -> StoredModule:
         """Return one stored module."""
         checkpoint = self._checkpoint
-        if f"{name}{_BLOCKS}" in checkpoint.entries:
+        if f"{name}{BLOCKS}" in checkpoint.entries:
             return packed_experts(checkpoint, name)
+        if checkpoint.table.is_nvfp4_stack(name):
+            return nvfp4_experts(checkpoint, name)
         stored = checkpoint.stored(name)
         form = stored.form
         entries, fmt = tuple(form.parts.values()), form.format.name if form.format else ""
@@ -340,12 +388,15 @@ class ConvertedWeights(Mapping[str, "Weight"]):
 
     def _modules(self) -> Iterator[str]:
         """Yield the stored modules; codes and scales of packed experts are one."""
-        names = self._checkpoint.table.suffixes
+        table = self._checkpoint.table
+        names = table.suffixes
         for name in names:
-            base = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
-            if base == name or not {f"{base}{_BLOCKS}", f"{base}{_SCALES}"} <= names.keys():
+            if table.is_scale_of_stack(name):
+                continue
+            base = name.removesuffix(BLOCKS).removesuffix(SCALES)
+            if not table.is_mxfp4_stack(base):
                 yield name
-            elif name.endswith(_BLOCKS):
+            elif name.endswith(BLOCKS):
                 yield base
 
     def _plain_name(self, module: str) -> str:

@@ -82,6 +82,12 @@ _ORDER = tuple(_SUFFIX_PARTS)
 _BIT = {suffix: 1 << position for position, suffix in enumerate(_ORDER)}
 _CODES_BITS = sum(_BIT[suffix] for suffix in _ORDER if _SUFFIX_PARTS[suffix] is PartKind.CODES)
 
+# Of stacks of experts that lie transposed: MXFP4 of gpt-oss, and NVFP4 as ModelOpt exports it.
+BLOCKS, SCALES = "_blocks", "_scales"
+STACK_BLOCK_SCALE, STACK_TENSOR_SCALE = "_weight_scale", "_weight_scale_2"
+STACK_INPUT_SCALE = "_input_scale"
+_STACK = 3  # axes
+
 ELEMENT_OF_DTYPE = {"U8": "E2M1", "I8": "E2M1", "F4": "E2M1", "F8_E4M3": "E4M3"}
 PAIRS = frozenset({"U8", "I8"})  # one element holds two codes
 SCALE_OF_DTYPE = {
@@ -225,6 +231,29 @@ class ModuleTable:
                 )
             parts[part] = entry
         return parts
+
+    def is_nvfp4_stack(self, name: str) -> bool:
+        """Return whether a tensor holds NVFP4 codes [E, K / 2, N], as ModelOpt exports experts."""
+        codes = self.entries.get(name)
+        scales = {f"{name}{STACK_BLOCK_SCALE}", f"{name}{STACK_TENSOR_SCALE}"}
+        is_coded = codes is not None and codes.dtype == "U8" and len(codes.shape) == _STACK
+        return is_coded and scales <= self.entries.keys()
+
+    def is_scale_of_stack(self, name: str) -> bool:
+        """Return whether a tensor is a scale of such a stack."""
+        ends = (STACK_TENSOR_SCALE, STACK_BLOCK_SCALE, STACK_INPUT_SCALE)
+        return any(
+            self.is_nvfp4_stack(name.removesuffix(end)) for end in ends if name.endswith(end)
+        )
+
+    def is_mxfp4_stack(self, base: str) -> bool:
+        """Return whether blocks of MXFP4 codes and their scales lie under a name, as of gpt-oss."""
+        return {f"{base}{BLOCKS}", f"{base}{SCALES}"} <= self.entries.keys()
+
+    def is_of_stack(self, name: str) -> bool:
+        """Return whether a tensor is one of a stack of experts that is no module by itself."""
+        blocks = self.is_mxfp4_stack(name.removesuffix(BLOCKS).removesuffix(SCALES))
+        return blocks or self.is_nvfp4_stack(name) or self.is_scale_of_stack(name)
 
     def layout(self) -> StoredLayout:
         """Return the layout of the whole checkpoint, by its strongest evidence."""

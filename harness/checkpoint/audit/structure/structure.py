@@ -396,6 +396,8 @@ def _report_spelling(checkpoint: Checkpoint, lost: LostModules, findings: Findin
 def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings) -> None:
     """Report modules that are not a weight in a known format, whatever the model."""
     for module in modules:
+        if table.is_of_stack(module):
+            continue
         try:
             table.form(module)
         except Refused as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,6 +33,7 @@ from degarble.harness.checkpoint.transform.source import largest_magnitude, row_
 from degarble.harness.checkpoint.view.quantisation_configs import json_files
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.checkpoint.write.plan import PlannedTensor
+from degarble.harness.formats.fast.nvfp4 import largest_finite
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.model.recipes import BF16
 
@@ -50,6 +50,8 @@ class ChosenModule(NamedTuple):
     """A module that is quantised. `partners`: with itself, those that share its tensor scale.
 
     `amax`: the largest input of these, seen in so many tokens; None: inputs stay as they are.
+    `stacked`: one tensor [E, K, N] of experts, which share one tensor scale; its codes lie [E, K/2,
+    N], as ModelOpt exports gpt-oss and Llama 4.
     """
 
     name: str
@@ -57,6 +59,22 @@ class ChosenModule(NamedTuple):
     amax: float | None = None
     tokens: int = 0
     origin: ScaleOrigin = ScaleOrigin.MEASURED
+    stacked: bool = False
+
+    @property
+    def tensor(self) -> str:
+        """Return the name of the tensor of values, and of codes."""
+        return self.name if self.stacked else f"{self.name}{_WEIGHT}"
+
+    @property
+    def scale(self) -> str:
+        """Return the name of the block scales."""
+        return f"{self.name}_weight_scale" if self.stacked else f"{self.name}.weight_scale"
+
+    @property
+    def input_scale(self) -> str:
+        """Return the name of the input scale."""
+        return f"{self.name}{'_' if self.stacked else '.'}input_scale"
 
 
 @dataclass(frozen=True)
@@ -96,18 +114,24 @@ class ModuleQuantiseJob(QuantiseJob):
             )  # fmt: skip
         tensors = []
         for name, entry in self.checkpoint.entries.items():
-            module = name.removesuffix(_WEIGHT)
-            if name == module or module not in self.by_name:
+            module = self.by_name.get(name.removesuffix(_WEIGHT))
+            if module is None or name != module.tensor:
                 tensors.append(PlannedTensor(name, entry.dtype, tuple(entry.shape), name))
                 continue
-            rows, width = entry.shape
-            tensors += [
-                PlannedTensor(name, "U8", (rows, width // _CODES), module),
-                PlannedTensor(f"{name}_scale", "F8_E4M3", (rows, width // _SCALE), module),
-                PlannedTensor(f"{name}_scale_2", "F32", (), module),
+            shapes = [
+                tuple(
+                    extent // part if axis == 1 else extent
+                    for axis, extent in enumerate(entry.shape)
+                )
+                for part in (_CODES, _SCALE)
             ]
-            if self.by_name[module].amax is not None:
-                tensors.append(PlannedTensor(f"{module}.input_scale", "F32", (), module))
+            tensors += [
+                PlannedTensor(name, "U8", shapes[0], module.name),
+                PlannedTensor(module.scale, "F8_E4M3", shapes[1], module.name),
+                PlannedTensor(f"{module.scale}_2", "F32", (), module.name),
+            ]
+            if module.amax is not None:
+                tensors.append(PlannedTensor(module.input_scale, "F32", (), module.name))
         return tensors
 
     def plan_sources(self) -> dict[str, str]:
@@ -159,27 +183,37 @@ class _Producer:
             entry = self._source.entries[tensor.name]
             yield self._source.tensor(tensor.name)
             self.facts.add_plain(tensor.name, "copied", entry.dtype, entry.dtype, 0)
-        elif tensor.name.endswith(_WEIGHT):
+        elif tensor.name == module.tensor:
             yield from self._codes(module)
-        elif tensor.name.endswith("_scale_2"):
+        elif tensor.name == f"{module.scale}_2":
             yield torch.tensor(self._group(module).scale, dtype=torch.float32)
-        elif tensor.name.endswith(".input_scale"):
+        elif tensor.name == module.input_scale:
             yield self._input_scale(module)
         else:
             yield self._block_scales(module)
 
     def _codes(self, module: ChosenModule) -> Iterator[Tensor]:
         group, errors, scales, first = self._group(module), Errors(), list[Any](), 0
-        stored = self._source.stored(module.name)
-        for _, weight in rows_of(stored):
-            values = row_values(weight)
+        for values in self._values(module):
             rows = quantise_rows(values, group.scale, self._job.scale_rule)
             errors.add(first, values, rows, group.scale)
             first += len(values)
-            scales.append(rows.block_scale)
-            yield rows.codes
+            scales.append(rows.block_scale.T.contiguous() if module.stacked else rows.block_scale)
+            yield rows.codes.T.contiguous() if module.stacked else rows.codes
         self._made = module.name, torch.cat(scales)
-        self.facts.add_nvfp4(module.name, BF16, prod(stored.shape), group, errors)
+        elements = self._source.entries[module.tensor].elements
+        self.facts.add_nvfp4(module.name, BF16, elements, group, errors)
+
+    def _values(self, module: ChosenModule) -> Iterator[Tensor]:
+        """Yield rows along the inputs: those of a matrix in panels, of a stack by experts."""
+        if not module.stacked:
+            for _, weight in rows_of(self._source.stored(module.name)):
+                yield row_values(weight)
+            return
+        for expert in self._source.tensor(module.tensor):
+            values = expert.T.contiguous()
+            yield values if values.dtype in (torch.bfloat16, torch.float32) else values.float()
+            self._source.release(module.tensor)
 
     def _block_scales(self, module: ChosenModule) -> Tensor:
         if self._made is None or self._made[0] != module.name:
@@ -199,7 +233,10 @@ class _Producer:
     def _group(self, module: ChosenModule) -> GroupScale:
         """Return the tensor scale that a module shares with its partners."""
         if module.partners not in self._groups:
-            amax = float(largest_magnitude(map(self._source.stored, module.partners)))
+            if module.stacked:
+                amax = max(largest_finite(values) for values in self._values(module))
+            else:
+                amax = float(largest_magnitude(map(self._source.stored, module.partners)))
             scale = tensor_scale(amax, self._job.scale_rule)
             self._groups[module.partners] = GroupScale(scale, amax, False, None, "")
         return self._groups[module.partners]
