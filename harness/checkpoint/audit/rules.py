@@ -73,6 +73,11 @@ _STATEMENTS = {
         "config.json and hf_quant_config.json are JSON and describe a model that can be",
         "harness/model/config/json_file.py",
     ),
+    ProblemKind.UNKNOWN_METHOD: (
+        "unknown_method",
+        "the stated quant_method is known here, where all weights are plain",
+        "config.json of a checkpoint that some engine quantises while it loads",
+    ),
     ProblemKind.UNSAFE_NAME: (
         "unsafe_name",
         "the index names plain files in the checkpoint's own folder",

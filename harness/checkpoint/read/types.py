@@ -135,6 +135,7 @@ class ProblemKind(StrEnum):
     UNREADABLE_SHARD = "unreadable shard"  # missing, truncated, hostile, no regular file
     UNREADABLE_INDEX = "unreadable index"
     UNREADABLE_CONFIG = "unreadable config"
+    UNKNOWN_METHOD = "unknown quant_method over plain weights"
     UNSAFE_NAME = "unsafe name"  # a shard's name that leaves the folder
     IN_TWO_SHARDS = "tensor in two shards"
     NOT_IN_INDEX = "tensor that the index lacks"

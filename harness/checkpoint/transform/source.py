@@ -43,6 +43,8 @@ def row_values(weight: Weight) -> Tensor:
         return plain if plain.dtype in (torch.bfloat16, torch.float32) else plain.float()
     assert weight.codes is not None, "a weight with a storage has codes"
     assert weight.block_scale is not None, "codes have scales"
+    if weight.channel_scale is not None:
+        return weight.values(torch.float32)
     if storage.format == MXFP4 and storage.nibble_order is NibbleOrder.LOW_EVEN:
         return _mxfp4(weight.codes, weight.block_scale)
     if storage.format.element == E4M3 and storage.format.block[0] > 1 and len(storage.shape) == 2:

@@ -225,6 +225,10 @@ OTHER_METHODS = frozenset(
     {"bitsandbytes", "gguf", "hqq", "quanto", "aqlm", "eetq", "bitnet", "vptq"}
 )
 _INTEGER_METHODS = frozenset({"gptq", "awq"})
+# Methods whose codes are read here, as configs name them.
+READ_METHODS = frozenset(
+    {"fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "torchao", "mxfp4", *_INTEGER_METHODS}
+)
 _INTEGER_ALGORITHMS = frozenset({"INT4_AWQ", "W4A16_AWQ", "W4A8_AWQ"})  # of ModelOpt
 _MIXED = "MIXED_PRECISION"
 _MOST_PATTERNS = 1000  # with an asterisk or a regular expression; names are looked up

@@ -183,14 +183,21 @@ def packed_form(
         if scheme.suffixes[_CODES] == suffix and codes.dtype in scheme.code_dtypes
     ]
     scale = parts.get(_SCALE)
-    other = codes.dtype == "U8" if scale is None else scale.dtype not in FLOATS
-    if not candidates or (suffix == ".weight" and other):
-        return None  # bytes of E2M1 codes have scales of another type
+    if not candidates or (suffix == ".weight" and _are_floats(codes, scale)):
+        return None
     scheme = candidates[0]
     if scheme.transposed:
         scheme = _awq_or_gptq(module, parts, configs)
     _require_parts(module, parts, scheme)
     return _Shapes(module, parts, scheme).form()
+
+
+def _are_floats(codes: TensorEntry, scale: TensorEntry | None) -> bool:
+    """Return whether bytes are codes of floating-point formats, by their scales."""
+    if scale is None:
+        return codes.dtype == "U8"
+    rows = (2 * codes.shape[0],) if codes.shape else ()
+    return scale.dtype not in FLOATS or (codes.dtype == "U8" and scale.shape[:1] != rows)
 
 
 def _require_parts(module: str, parts: Parts, scheme: StorageScheme) -> None:

@@ -17,7 +17,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from degarble.harness.base.errors import InvalidArgument, Refused, ShapeMismatch, UnreadableFile
+from degarble.harness.base.errors import (
+    InvalidArgument,
+    Refused,
+    ShapeMismatch,
+    UnknownName,
+    UnreadableFile,
+)
 from degarble.harness.base.files import read_small_file, regular_file
 from degarble.harness.checkpoint.read.file_access import MappedFiles
 from degarble.harness.checkpoint.read.json_scan import ObjectScanner
@@ -41,6 +47,7 @@ from degarble.harness.checkpoint.read.types import (
     unknown_name,
 )
 from degarble.harness.checkpoint.view.modules import ModuleTable, StoredForm
+from degarble.harness.checkpoint.view.quantisation_configs import READ_METHODS
 from degarble.harness.checkpoint.write.manifest import UNFINISHED, require_finished
 from degarble.harness.model.config.json_file import config_from_dict
 from degarble.harness.model.family import model_types
@@ -210,6 +217,7 @@ _COUNTS = (
     "n_routed_experts",
 )
 _LARGEST_COUNT = 10_000
+_FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 _OF_PICKLED = (
     "Convert pickled weights to safetensors with the tool that wrote them; they are never opened"
     " here, because unpickling runs code."
@@ -428,12 +436,28 @@ class _Opener:
         checkpoint.quantisation = {
             name: stated for name, stated in found.items() if isinstance(stated, dict)
         }
+        self._method(checkpoint)
         try:
             checkpoint.model = model_of(checkpoint.config)
         except Refused as error:
             place = f"{shown(str(root / 'config.json'))}: {error.name}"
             told = type(error)(place, error.value, error.expectation, error.remedy)
             self._problems.report(ProblemKind.UNREADABLE_CONFIG, "config.json", None, told)
+
+    def _method(self, checkpoint: Checkpoint) -> None:
+        """Report a method that nobody here knows, where no codes show what it did."""
+        method = checkpoint.quantisation.get("config.json", {}).get("quant_method")
+        known = method is None or any(str(method).startswith(each) for each in READ_METHODS)
+        matrices = (each.dtype for each in checkpoint.entries.values() if len(each.shape) > 1)
+        if known or not _FLOATS.issuperset(matrices):
+            return
+        place = f"quant_method in {shown(str(checkpoint.root / 'config.json'))}"
+        error = UnknownName(
+            place, f"{shown(str(method))}, over plain weights", ", ".join(sorted(READ_METHODS)),
+            "Remove quantization_config from config.json if the shards hold plain weights; if the"
+            " method changes them while an engine loads, let it save the result.",
+        )  # fmt: skip
+        self._problems.report(ProblemKind.UNKNOWN_METHOD, "config.json", None, error)
 
     def _json(self, path: Path) -> dict[str, Any]:
         """Read one JSON object; a missing file is an empty one."""

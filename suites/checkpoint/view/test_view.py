@@ -174,6 +174,31 @@ def test_configs_that_are_no_object_are_refused(folder: Path, name: str, text: s
 # At full size
 
 
+@pytest.mark.parametrize(("method", "refused"), [("spqr", True), ("fp8", False), (None, False)])
+def test_an_unknown_method_over_plain_weights_is_refused(
+    tmp_path: Path, method: str | None, refused: bool
+) -> None:
+    stated = {"bits": 3} if method is None else {"quant_method": method}
+    plain = {"a.weight": torch.zeros(4, 4), "norm.weight": torch.zeros(4)}
+    for name, tensors in {
+        "plain": plain,
+        "coded": plain | {"a.weight_packed": torch.zeros(4, 2, dtype=torch.uint8)},
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        config = {"model_type": "llama", "quantization_config": stated}
+        (folder / "config.json").write_text(json.dumps(config))
+        if not refused or name == "coded":
+            Checkpoint.open(folder).close()
+            continue
+        with pytest.raises(UnknownName, match="spqr, over plain weights") as error:
+            Checkpoint.open(folder)
+        assert "Remove quantization_config from config.json" in str(error.value)
+        with Checkpoint.survey(folder) as checkpoint:
+            assert checkpoint.problems.counts[ProblemKind.UNKNOWN_METHOD] == 1
+
+
 def test_300_000_tensors_in_95_shards(tmp_path: Path) -> None:
     """Opened, grouped and judged in less than 300 MB and 10 s, without torch."""
     parts: tuple[tuple[str, str, list[int], int], ...] = (
