@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _NARROW = (torch.bfloat16, torch.float16)
 _PART = 1 << 22  # elements of a matrix whose bounds are held at once
+# A tensor of inference mode is converted by `to` itself.
+_CONVERSIONS = ("_to_copy", "to")
 # Operators that move elements: they do the same to the errors.
 MOVES = named(
     """
@@ -127,7 +129,7 @@ class RunningErrors(TorchDispatchMode):
         if name in MOVES:
             self._moved(func, args, keywords, made)
             return result
-        if name == "_to_copy" and self.is_exact(args[0]):
+        if name in _CONVERSIONS and self.is_exact(args[0]):
             return result
         rule = RULES.get(name)
         for each in floating:
@@ -511,7 +513,7 @@ def _rule_table() -> dict[str, Rule]:
         ("softplus", _softplus),
         ("native_layer_norm", _layer_norm),
         ("convolution", _convolved),
-        ("_to_copy", _converted),
+        (" ".join(_CONVERSIONS), _converted),
     ):
         table |= dict.fromkeys(names.split(), rule)
     return table

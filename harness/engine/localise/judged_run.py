@@ -513,8 +513,15 @@ def discrepancy_of_outputs(
         judged,
         where,
         tuple(sorted(wrong)),
-        tuple(_sight(piece, steps) for piece in pieces if piece is not best)[:_MORE],
+        tuple(_sight(piece, steps) for piece in _others(pieces, best))[:_MORE],
     )
+
+
+def _others(pieces: Sequence[JudgedBatch], best: JudgedBatch) -> list[JudgedBatch]:
+    """Return the other calls, those with other inputs first: a cause holds with memory as well."""
+    given = best.replay.batch.inputs.keys()
+    rest = [piece for piece in pieces if piece is not best]
+    return sorted(rest, key=lambda piece: piece.replay.batch.inputs.keys() == given)
 
 
 def discrepancy_from_prefill(discrepancy: Discrepancy) -> Discrepancy:

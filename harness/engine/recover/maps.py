@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.engine.faults.regions import box, flat
+from degarble.harness.engine.localise.discrepancy import spans
 from degarble.harness.report.number_text import number
 
 if TYPE_CHECKING:
@@ -120,12 +121,14 @@ def moved(places: Tensor, kind: str) -> str:
     begin, end = int(others[0]), int(others[-1])
     shifts = (places - own)[others].unique().tolist()
     where = f"{kind}s {begin} to {end}" if len(others) < count else f"all {kind}s"
+    if len(others) <= end - begin:
+        where = f"{kind}s {spans(others.tolist())}"
     if len(shifts) == 1:
         by = shifts[0]
         side = "before" if by < 0 else "after"
         return f"{where} hold the numbers of the {kind} {abs(by)} {side} them"
     around = ((places - own)[others] % count).unique().tolist()
-    if len(around) == 1:
+    if len(around) == 1 and len(others) == count:
         return f"{kind}s are rotated by {around[0]}"
     if bool((places[begin : end + 1] == own[begin : end + 1].flip(0)).all()):
         return f"{where} are reversed"

@@ -90,3 +90,13 @@ def test_an_operator_without_a_rule_is_unbounded() -> None:
         made = torch.erfinv(torch.rand(4, dtype=torch.float64))
     assert "erfinv" in errors.unknown
     assert bool(errors.of(made).isinf().all())
+
+
+def test_tensors_of_inference_mode_are_converted_as_others() -> None:
+    """They reach a mode as `to`, and not as what it is made of."""
+    with torch.inference_mode():
+        a, b = _operands()
+        with RunningErrors() as errors:
+            made = (a * b).to(torch.float64)
+        assert not errors.unknown
+        assert bool((errors.of(made) > 0).any())

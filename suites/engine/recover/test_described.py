@@ -246,6 +246,9 @@ def test_a_map_that_misses_one_number_is_none() -> None:
 def test_a_table_of_places_is_no_rule() -> None:
     own = torch.arange(16)
     assert moved(own.roll(3), "row") == "rows are rotated by 13"
+    apart = own.clone()
+    apart[[0, 8]] = torch.tensor([8, 0])  # the others stay where they are
+    assert moved(apart, "row") == "rows 0, 8 are exchanged with those 8 beside them"
     assert moved(own.flip(0), "row") == "all rows are reversed"
     shuffled = own[torch.randperm(16, generator=torch.Generator().manual_seed(2))]
     assert moved(shuffled, "row") == ""

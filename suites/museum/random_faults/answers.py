@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FAINT = 0.1  # of what a fault changes in most rows: less may not show
 LEFT = 0.1  # of what a fault changes, that a true cause may leave: fitted numbers
+PART = "are healthy"  # ends what is said of a part of the run
 STRONG = 3.0  # budgets from which on a fault has to be found
 
 
@@ -126,6 +127,8 @@ def _condition(stage: Stage, fault: RandomFault, origin: Discrepancy, told: Diag
     meant = fault.condition.kind
     if said is None:
         return "" if meant == ALWAYS else "silent"
+    if "rows of call" in fault.truth:
+        return "also possible"  # the rows of every call are no condition that can be said
     assert origin.record is not None, "it was diagnosed"
     acted = list(_acted(stage, fault))
     if meant == ALWAYS or any(
@@ -182,21 +185,27 @@ def _proof(told: Diagnosed) -> dict[str, float]:
 
 def _cause(stage: Stage, fault: RandomFault, told: Diagnosed) -> tuple[CauseAnswer, str]:
     if told.named:
-        right = [_is_true(stage, fault, each.variant) for each in told.named]
+        right = [_is_true(stage, fault, each.variant, each.evidence) for each in told.named]
         answer = CauseAnswer.NAMED if right[0] else CauseAnswer.AMBIGUOUS
         return answer if any(right) else CauseAnswer.FALSE, told.named[0].id
     if told.described is None:
         return CauseAnswer.SILENT, ""
-    if _is_true(stage, fault, told.described.variant):
+    if _is_true(stage, fault, told.described.variant, told.described.sentence):
         return CauseAnswer.DESCRIBED, "described"
     several = "explain it as well" in " ".join((told.described.sentence, *told.described.table))
     return CauseAnswer.AMBIGUOUS if several else CauseAnswer.FALSE, "described"
 
 
-def _is_true(stage: Stage, fault: RandomFault, claimed: FaultVariant) -> bool:
-    """Return whether a claimed change does to the held-back run what the fault does."""
+def _is_true(stage: Stage, fault: RandomFault, claimed: FaultVariant, said: str) -> bool:
+    """Return whether a claimed change does to the held-back run what the fault does.
+
+    A claim about a part of the run is compared on the rows that the fault changes.
+    """
     for sides in (_calls_together, _calls_alone):
-        left = [_left(*each) for each in sides(stage, fault, claimed)]
+        found = list(sides(stage, fault, claimed))
+        if said.endswith(PART) or f"{PART}." in said:
+            found = [(_in_part(*each), *each[1:]) for each in found]
+        left = [_left(*each) for each in found]
         if left and sum(part[0] for part in left) <= LEFT**2 * sum(part[1] for part in left):
             return True
     return False
@@ -264,6 +273,20 @@ def _joined(parts: Sequence[Tensors], like: Tensors) -> Tensors:
         for name, tensor in like.items()
         if tensor.ndim
     }
+
+
+def _in_part(claim: Tensors | None, truth: Tensors, right: Tensors) -> Tensors | None:
+    """Return a claim on the rows that the fault changes, and what is right on the others."""
+    if claim is None or any(n not in claim or claim[n].shape != t.shape for n, t in right.items()):
+        return None
+    made = {}
+    for name, good in right.items():
+        same = (_numbers(truth[name]) == _numbers(good)).flatten(1).all(1) if good.ndim > 1 else (
+            torch.zeros(good.shape[:1], dtype=torch.bool)
+        )  # fmt: skip
+        made[name] = claim[name].clone()
+        made[name][same] = good[same]
+    return made
 
 
 def _left(claim: Tensors | None, truth: Tensors, right: Tensors) -> tuple[float, float]:
