@@ -159,7 +159,7 @@ def _take_module(checkpoint: Checkpoint, module: str, weight_units: WeightUnits)
             members = [stored.member(index) for index in range(stored.shape[0])]
             weight_units.units += [_unnamed(member, module, i) for i, member in enumerate(members)]
         else:
-            weight_units.units.append(_unnamed(stored, module, None))
+            weight_units.units.append(_wired(checkpoint, _unnamed(stored, module, None)))
     except Refused:
         for entry in checkpoint.table.tensors(module):
             if entry.dtype in TORCH_DTYPES and entry.dtype not in _NO_NUMBERS:
@@ -186,6 +186,37 @@ def _require_readable(stored: StoredWeight) -> None:
 def _is_no_stack(shape: tuple[int, ...]) -> bool:
     """Return whether a shape is neither a matrix nor a stack whose members can be listed."""
     return len(shape) > _MOST_AXES or (len(shape) == _MOST_AXES and shape[0] > _MOST_MEMBERS)
+
+
+# What reads and makes what in a layer of Llama's kind, by transformers' names; models with further
+# norms in a layer are wired otherwise.
+_ATTENTION = re.compile(r"(.*\.layers\.\d+)\.self_attn\.(q|k|v)_proj$")
+_MLP = re.compile(
+    r"(.*\.layers\.\d+)\.(mlp|block_sparse_moe)(\.experts\.\d+)?\.(gate_proj|up_proj|down_proj|w1|w2|w3)$"
+)
+_LAYER_NORM = re.compile(r"(.*\.layers\.\d+)\.(input|post_attention)_layernorm(\.weight)?$")
+_OTHER_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def _wired(checkpoint: Checkpoint, unit: WeightUnit) -> WeightUnit:
+    """Return a unit with the site that feeds it, and its component, where its name tells them."""
+    found = next((p.match(unit.module) for p in (_ATTENTION, _MLP, _LAYER_NORM)
+                  if p.match(unit.module)), None)  # fmt: skip
+    if found is None:
+        return unit
+    layer = found[1]
+    if any(f"{layer}.{norm}.weight" in checkpoint.entries for norm in _OTHER_NORMS):
+        return unit
+    if found.re is _LAYER_NORM:
+        return unit._replace(component=f"{layer}.{found[2]}_layernorm")
+    if found.re is _ATTENTION:
+        feed, component = f"{layer}.input_layernorm.out", f"{layer}.self_attn.qkv"
+    elif found[4] in {"down_proj", "w2"}:
+        feed, component = f"{layer}.up.out", f"{layer}.down"
+    else:
+        leaf = "up" if found[4] in {"up_proj", "w3"} else "gate"
+        feed, component = f"{layer}.post_attention_layernorm.out", f"{layer}.{leaf}"
+    return unit._replace(feed=feed if unit.is_linear else "", component=component)
 
 
 def _unnamed(stored: StoredWeight, module: str, member: int | None) -> WeightUnit:

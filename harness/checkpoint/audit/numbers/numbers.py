@@ -30,7 +30,7 @@ from degarble.harness.checkpoint.audit.numbers.orders import (
 )
 from degarble.harness.checkpoint.audit.numbers.siblings import check_inputs, check_magnitudes
 from degarble.harness.checkpoint.audit.statistics.inference import ORDER_NAMES, BlockProfiles
-from degarble.harness.checkpoint.audit.statistics.tensor import statistics_of
+from degarble.harness.checkpoint.audit.statistics.tensor import PROFILE_ROWS, statistics_of
 from degarble.harness.checkpoint.audit.table import CONVENTIONS, FORMATS, Judging, NumberTable, walk
 from degarble.harness.checkpoint.view.weight_units import feeds_of, stored_of, units_of
 from degarble.harness.formats.number_formats import ScaleDirection
@@ -106,6 +106,7 @@ class _Measuring:
         self._open = Counter(unit.place for unit in table.units)
         self._blocks: dict[str, BlockProfiles] = {}
         self._feeds = feeds_of(checkpoint.names.config) if checkpoint.names else {}
+        self._by_name = checkpoint.names is None
         # Offset in each file up to which a prefetch was requested.
         self._asked: dict[Path, int] = {}
         self._lock = threading.Lock()
@@ -115,10 +116,12 @@ class _Measuring:
         unit = self._table.units[index]
         self._fetch_ahead(reader, unit)
         stored = reader.over(stored_of(self._checkpoint, unit))
-        tensor_statistics = statistics_of(stored, profile=unit.is_linear or unit.kind is Kind.NORM)
+        wanted = unit.is_linear or unit.kind is Kind.NORM or bool(unit.component)
+        rows = NAMED_ROWS if self._by_name else PROFILE_ROWS
+        tensor_statistics = statistics_of(stored, profile=wanted, rows=rows)
         self._table.put(index, unit_facts(unit, stored.form, tensor_statistics))
         with self._lock:
-            block = self._blocks.setdefault(unit.place, BlockProfiles(self._feeds))
+            block = self._blocks.setdefault(unit.place, BlockProfiles(self._feeds, self._by_name))
             block.add(index, unit, tensor_statistics)
             self._open[unit.place] -= 1
             is_complete = not self._open[unit.place]
@@ -151,6 +154,7 @@ class _Measuring:
 # The columns of a unit, from its statistics.
 
 _NAN = float("nan")
+NAMED_ROWS = 512  # rows of a profile where names alone tell what goes together
 
 
 def unit_facts(

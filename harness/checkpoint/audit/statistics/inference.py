@@ -138,6 +138,7 @@ class Kinship(StrEnum):
     NORM = "the norm in front"
     PRODUCER = "the rows of what makes its input"
     EXPERTS = "the rows of what makes the inputs of all experts of its layer, taken together"
+    AROUND = "the norm in front, or the rows of what makes its input, by their names"
     PACKED = "packed linears on the same input"  # shows a difference, not which of them is right
 
 
@@ -214,7 +215,8 @@ def _standard(logs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _judge(profile: NDArray[np.float64], reference: ReferenceProfile) -> Inference:
     sign = 1.0
-    if reference.kinship not in (Kinship.SIBLING, Kinship.PACKED):
+    around = reference.kinship is Kinship.AROUND
+    if not around and reference.kinship not in (Kinship.SIBLING, Kinship.PACKED):
         means = _of_length_one(_means(profile))
         # Both vectors have unit length: the product is a correlation, here in standard deviations.
         between = float(reference.means @ means) * math.sqrt(len(means))
@@ -225,6 +227,8 @@ def _judge(profile: NDArray[np.float64], reference: ReferenceProfile) -> Inferen
     # Correlations, in their standard deviations under chance.
     inside = _of_length_one(_inside(profile))
     found = sign * math.sqrt(len(inside)) * (reference.templates @ inside)
+    # Large gains go with large or with small columns; out of order neither is left.
+    found = np.abs(found) if around else found
     return best_of(
         PACKING_ORDER, dict(zip(ORDERS, map(float, found), strict=True)), str(reference.kinship)
     )
@@ -284,6 +288,7 @@ class BlockProfiles:
     """The profiles of one block; `feeds` maps each component to the site that feeds it."""
 
     feeds: Mapping[str, str]
+    by_name: bool = False  # the wiring follows from names alone
     profiles: list[EnergyProfile] = field(default_factory=list)
     _rows: dict[tuple[str, int | None], list[NDArray[np.float32]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -291,7 +296,7 @@ class BlockProfiles:
 
     def add(self, row: int, unit: WeightUnit, tensor_statistics: TensorStatistics) -> None:
         """Keep the profile of a weight if it can serve as evidence or be judged."""
-        if tensor_statistics.columns is not None and (unit.feed or unit.kind is Kind.NORM):
+        if tensor_statistics.columns is not None and (unit.feed or _is_norm(unit)):
             is_packed = tensor_statistics.blocks is not None and len(tensor_statistics.counts) == 16
             self.profiles.append(
                 EnergyProfile(
@@ -314,7 +319,7 @@ class BlockProfiles:
                 references = [*shared, *self._producers(feed, profile.unit.expert)]
                 found.append(infer_order(profile.columns, references))
             self._pool(feed, packed, found)
-            yield from _with_pooled_profiles(packed, found)
+            yield from _with_pooled_profiles(packed, found, by_name=self.by_name)
 
     def _pool(self, feed: str, packed: list[EnergyProfile], inferences: list[Inference]) -> None:
         """Judge the undecided experts of a layer together, each by its own producers' rows.
@@ -328,7 +333,7 @@ class BlockProfiles:
             for reference in self._producers(feed, profile.unit.expert, alone=True):
                 members.append(i)
                 references.append(reference)
-        if len(members) < _FEWEST_POOLED:
+        if len(members) < _FEWEST_POOLED or self.by_name:
             return
         together = infer_shared_order([packed[i].columns for i in members], references)
         if together.is_decided:
@@ -340,9 +345,9 @@ class BlockProfiles:
         siblings = [p for p in self.profiles if p.unit.feed == feed and not p.is_packed]
         yield from _reference(Kinship.SIBLING, (sibling.columns for sibling in siblings))
         maker = _component(feed)
-        norms = [p for p in self.profiles if p.unit.kind is Kind.NORM]
+        norms = [p for p in self.profiles if _is_norm(p.unit)]
         gains = (norm.columns for norm in norms if norm.unit.component == maker)
-        yield from _reference(Kinship.NORM, gains)
+        yield from _reference(Kinship.AROUND if self.by_name else Kinship.NORM, gains)
 
     def _producers(
         self, feed: str, expert: int | None, *, alone: bool = False
@@ -357,17 +362,18 @@ class BlockProfiles:
             component = _component(feed)
             makers = [rows for each in experts for rows in self._rows.get((component, each), ())]
             if makers:
-                yield from _reference(Kinship.PRODUCER, makers)
+                around = Kinship.AROUND if self.by_name else Kinship.PRODUCER
+                yield from _reference(around, makers)
                 return
             feed = self.feeds.get(component, "")
 
 
 def _with_pooled_profiles(
-    packed: list[EnergyProfile], inferences: list[Inference]
+    packed: list[EnergyProfile], inferences: list[Inference], *, by_name: bool
 ) -> Iterator[InferredOrder]:
     """Yield each inference; undecided ones are compared with the mean of the other packed ones."""
     open_ones = [i for i, inferred in enumerate(inferences) if not inferred.is_decided]
-    if open_ones and len(packed) > _FEWEST_PACKED:
+    if open_ones and len(packed) > _FEWEST_PACKED and not by_name:
         total = sum(logs_of(energy_profile.columns) for energy_profile in packed)
         for i in open_ones:
             others = (total - logs_of(packed[i].columns)) / (len(packed) - 1)
@@ -386,6 +392,11 @@ def _reference(
     logs = [logs_of(energy) for energy in energies]
     if logs and len({len(log) for log in logs}) == 1:
         yield ReferenceProfile(kinship, np.mean(logs, axis=0))
+
+
+def _is_norm(unit: WeightUnit) -> bool:
+    """Return whether a weight is a norm's, by its config or by its name."""
+    return unit.kind is Kind.NORM or (unit.kind is None and unit.component.endswith("layernorm"))
 
 
 def _component(site: str) -> str:

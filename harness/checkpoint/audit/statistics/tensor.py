@@ -734,9 +734,12 @@ __all__ = ["WINDOW_ELEMENTS", "BlockStatistics", "TensorStatistics", "statistics
 WINDOW_ELEMENTS = 1 << 23  # of one row block: 4 MiB of E2M1 codes
 
 
-def statistics_of(stored: StoredWeight, *, profile: bool = False) -> TensorStatistics:
-    """Return a weight's statistics; `profile`: with squares by row and by (sampled) column."""
+def statistics_of(
+    stored: StoredWeight, *, profile: bool = False, rows: int = PROFILE_ROWS
+) -> TensorStatistics:
+    """Return a weight's statistics; `profile`: with squares by row, and by column of some rows."""
     found = pass_over(stored, profile=profile)
+    found.every = max(1, found.height // rows)
     if not found.elements:  # rows of nothing can be many
         return found.finish()
     for _, weight in stored.row_blocks(WINDOW_ELEMENTS):
