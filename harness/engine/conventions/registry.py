@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.references.numerics import (
+    CodeSums,
     DecodedOperands,
     HeadNorm,
     IndexerFormat,
@@ -185,6 +186,20 @@ _ROUNDINGS = (
         "factors of an input (pre_quant_scale)",
         {True: "multiplied into the input", False: "decoded into the weight"},
         _roles("traced.linear"),
+    ),
+    Convention(
+        "code_sums",
+        "products of FP8 codes",
+        {
+            CodeSums.FLOAT32: "summed in float32",
+            CodeSums.HOPPER: "summed by Hopper's tensor core, which keeps 13 fraction bits",
+            CodeSums.HOPPER_IN_STAGES: (
+                "summed by Hopper's tensor core, and in float32 after every 128"
+            ),
+            CodeSums.ADA: "summed by Ada's tensor core, which keeps 13 fraction bits",
+            CodeSums.ADA_IN_STAGES: "summed by Ada's tensor core, and in float32 after every 128",
+        },
+        _roles(f"{GEMM} {_LINEARS} traced.linear traced.experts"),
     ),
     Convention(
         "expert_input_scale_shared",
