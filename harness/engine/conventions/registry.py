@@ -72,6 +72,7 @@ class Convention:
     by_family: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     leans: float = 2.0  # factor by which a witness's squared distance has to be smaller
     habit: str = ""  # of the code that computes; conventions of one habit support each other
+    idle: frozenset[str] = frozenset()  # where another value of these is followed, it says nothing
 
     def assumed(self, numerics: Numerics, family: str) -> Any:
         """Return the value by which a twin computes."""
@@ -200,6 +201,7 @@ _ROUNDINGS = (
             CodeSums.ADA_IN_STAGES: "summed by Ada's tensor core, and in float32 after every 128",
         },
         _roles(f"{GEMM} {_LINEARS} traced.linear traced.experts"),
+        idle=frozenset({OPERANDS, "input_factors_applied"}),
     ),
     Convention(
         "expert_input_scale_shared",
