@@ -319,11 +319,11 @@ def _short_forward(
         step = parts.abs().amax(-1, keepdim=True) / 448 if scale is None else scale
         coded = (parts / step).clamp(-448, 448).to(E4M3).double()
         step = step.expand_as(parts[..., :1])
-        made = sum(
-            short_sums(coded[:, part], numbers[:, part * width : (part + 1) * width], stage)
-            * step[:, part].double() * wide[:, part]
-            for part in range(coded.shape[1])
-        )  # fmt: skip
+        made = torch.zeros(len(coded), len(numbers), dtype=torch.float64)
+        for part in range(coded.shape[1]):
+            columns = slice(part * width, (part + 1) * width)
+            sums = short_sums(coded[:, part], numbers[:, columns], stage)
+            made += sums * step[:, part].double() * wide[:, part]
         return made.to(input.dtype).unflatten(0, input.shape[:-1])
 
     return forward
