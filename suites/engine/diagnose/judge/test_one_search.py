@@ -187,7 +187,10 @@ def test_a_faulty_linear_has_one_answer(form: str, change: str) -> None:
     model = torch.nn.Sequential(OrderedDict(up_proj=linear))
     bare = judged_answer(api.judge("gemm", x, stored, out), "gemm")
     run = api.capture(model, x)
-    (trouble,) = api.check(run, {"up_proj": stored}).discrepancies
+    checked = api.check(run, {"up_proj": stored})
+    (trouble,), (origin,) = checked.discrepancies, checked.document()["origins"]
+    assert origin["level"] == trouble.document()["level"]
+    assert bool(origin["changes"]) == bool(trouble.causes.described)
     context = _traced(form)
     expected = context.call({"x": x}, context.weights)
     found = diagnose(context, CallRecord({"x": x}, {"out": out}, expected))
