@@ -60,9 +60,6 @@ class TracedRecorder:
             for cache in caches
             for source, output in zip(cache.inputs.values(), cache.outputs, strict=True)
         }
-        self._overwritten = {
-            memory for each in self._graph.trace.operations for memory in each.mutated
-        }
         self._paths: dict[int, str] = {}
         self._values: dict[int, Tensor] = {}
         self._earlier: dict[int, Tensor] = {}
@@ -215,7 +212,7 @@ class TracedRecorder:
         if isinstance(tensor, torch.Tensor) and number not in self._values:
             traced = self._graph.trace.tensors[number]
             rows = self._rows(tensor, traced)
-            if traced.storage in self._overwritten:
+            if traced.storage in self._graph.trace.overwritten:
                 rows = rows.clone()
             self._values[number] = rows
             # Without a cache attention is given the new rows themselves.
@@ -271,12 +268,12 @@ class TracedRecorder:
         """
         batch, time = self._shape
         earlier = self._kept.get(name, {})
-        if any(rows.shape[:2] != (batch, self._past) for rows in earlier.values()) or (
-            self._past and not earlier
-        ):
-            return False
         known = {"positions", "token_offsets", *whole}
         own = [key for key in inputs if key not in known]
+        if any(rows.shape[:2] != (batch, self._past) for rows in earlier.values()) or (
+            self._past and own and not earlier
+        ):
+            return False
         new = {key: inputs[key].unflatten(0, (batch, time)) for key in own}
         self._kept[name] = {
             key: joined([earlier[key], rows], 1) if earlier else rows for key, rows in new.items()
@@ -352,12 +349,12 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _attention_seen(recorder: TracedRecorder) -> Iterator[None]:
     """Wrap the attention function that the model looks up for as long as it is recorded."""
     from transformers.cache_utils import Cache  # noqa: PLC0415  heavy
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+    from transformers.modeling_utils import AttentionInterface  # noqa: PLC0415
 
-    chosen = ALL_ATTENTION_FUNCTIONS.get_interface
+    chosen = AttentionInterface.get_interface
 
-    def interface(name: str, default: Any) -> Any:
-        function = chosen(name, default)
+    def interface(registry: AttentionInterface, name: str, default: Any) -> Any:
+        function = chosen(registry, name, default)
 
         def attention(
             module: nn.Module,
@@ -393,7 +390,7 @@ def _attention_seen(recorder: TracedRecorder) -> Iterator[None]:
         return whole
 
     with (
-        mock.patch.object(ALL_ATTENTION_FUNCTIONS, "get_interface", interface),
+        mock.patch.object(AttentionInterface, "get_interface", interface),
         mock.patch.object(Cache, "update", update),
         mock.patch.object(Cache, "update_indexer", update_indexer),
     ):

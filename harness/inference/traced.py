@@ -39,6 +39,7 @@ from degarble.references.traced.family import (
     logical_name,
     transformers_config,
 )
+from degarble.references.traced.trace import as_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -87,10 +88,11 @@ def meta_model(config: TracedConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
 
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             transformers_config(config.text), dtype=config.torch_dtype, trust_remote_code=False,
         )  # fmt: skip
-    return model.eval()
+    loaded: nn.Module = as_loaded(model, config.torch_dtype)
+    return loaded.eval()
 
 
 def naming_rules(config: TracedConfig) -> NamingRules:

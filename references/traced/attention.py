@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MASK = "mask"
 SINK = "s_aux"  # what transformers calls the parameter
 SCALED_AFTER = "sinks scale the result"
+SINK_WIDE = "sinks are held in float32"
 MASKED = -(2.0**30)  # what is added to a score to hide its key; the lowest number may overflow
 _PROBED = 5  # tokens of a comparison with the model's own function
 _NEAR = 1e-4  # its softmax may be in float32
@@ -52,30 +53,38 @@ def admitted_keys(mask: Any, queries: int, keys: int) -> Tensor:
     if mask is None:
         return at_k <= at_q
     zero = torch.zeros_like(at_q)
-    with _Unpadded():
-        admitted: Tensor = mask(zero, zero, at_q, at_k).bool()
+    admitted: Tensor = mask(zero, zero, at_q, at_k).bool()
     return admitted
 
 
-class _Unpadded(TorchDispatchMode):
-    """Gives values to what a mask function kept of the trace: no token is padding."""
+def unpadded(own: Any, uniform: Mapping[int, Tensor], *at: Tensor) -> Any:
+    """Call a mask function; what it kept of the trace is `uniform`, or says that nothing is padded.
 
-    def __init__(self) -> None:
+    `uniform` holds the value of tensors by identity, where all of their elements have the same.
+    """
+    with _Unpadded(uniform):
+        return own(*at)
+
+
+class _Unpadded(TorchDispatchMode):
+    """Gives values to tensors of the trace."""
+
+    def __init__(self, uniform: Mapping[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not
+        self._uniform = uniform
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator on what is known."""
         del types
-        return func(*tree_map(_filled, args), **tree_map(_filled, kwargs or {}))
+        return func(*tree_map(self._filled, args), **tree_map(self._filled, kwargs or {}))
 
-
-def _filled(argument: Any) -> Any:
-    if not isinstance(argument, torch.Tensor) or not argument.is_meta:
-        return argument
-    fill = torch.ones_like if argument.dtype is torch.bool else torch.zeros_like
-    return fill(argument, device="cpu")
+    def _filled(self, argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor) or not argument.is_meta:
+            return argument
+        value = self._uniform.get(id(argument), torch.tensor(argument.dtype is torch.bool))
+        return value.to(argument.dtype).expand(argument.shape)
 
 
 class Stored(Protocol):
@@ -117,22 +126,24 @@ def attended(
     if cap:
         scores = stored(stored(torch.tanh(stored(scores / cap))) * cap)
     if MASK in inputs:
-        scores = scores + inputs[MASK].double().movedim(1, 0)
+        scores = stored(scores + inputs[MASK].double().movedim(1, 0))
     else:
         admitted = admitted_keys(facts.get(MASK), q_THD.shape[0], k_SGD.shape[0])
         scores = scores.masked_fill(~admitted, -torch.inf)
     if sink is None:
         return _weighted(scores.softmax(-1), values, stored)
+    # torch computes in float32 what one of its operands has.
+    joined = _Exact() if facts.get(SINK_WIDE) else stored
     if facts.get(SCALED_AFTER):
         # The same as one more column of scores.
         top = scores.amax(-1, keepdim=True)
         total = stored(stored(stored(scores - top).exp()).sum(-1, keepdim=True))
         size = stored(stored(total.log()) + top)
-        share = stored(torch.sigmoid(stored(size - sink.double().reshape(-1, 1, 1))))
+        share = joined(torch.sigmoid(joined(size - sink.double().reshape(-1, 1, 1))))
         return stored(_weighted(scores.softmax(-1), values, stored)) * share.transpose(0, 1)
     column = sink.double().reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)
     both = torch.cat([scores, column], -1)
-    both = stored(both - both.amax(-1, keepdim=True))
+    both = joined(both - both.amax(-1, keepdim=True))
     return _weighted(both.softmax(-1)[..., :-1], values, stored)
 
 
@@ -189,7 +200,9 @@ def facts_of(
             return None
         if want.shape[1:] != got.shape or not torch.allclose(want[0], got, atol=_NEAR):
             return None
-    return {**facts, SCALED_AFTER: sink is not None and "cat" not in watched.names}
+    facts[SCALED_AFTER] = sink is not None and "cat" not in watched.names
+    facts[SINK_WIDE] = sink is not None and named[SINK].dtype is torch.float32
+    return facts
 
 
 def _parameters(module: nn.Module) -> dict[str, Any]:

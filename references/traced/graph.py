@@ -20,7 +20,7 @@ from degarble.references.traced.attention import MASK
 from degarble.references.traced.trace import VIEWS, BoundaryKind, ParameterRef, Ref, named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from degarble.references.traced.trace import Boundary, ModuleExit, Operation, Trace
 
@@ -133,7 +133,7 @@ class _Cutter:
         inputs = self._named_inputs(boundary)
         function = boundary.kind in {BoundaryKind.ATTENTION, BoundaryKind.CACHE}
         name = self._once(name_of(boundary.path) + (f".{boundary.kind}" if function else ""))
-        names = _output_names(boundary)
+        names = self._output_names(boundary)
         parameters = _parameters(self._trace.operations[number] for number in span)
         if boundary.kind is BoundaryKind.EXPERTS:  # defined by hand, so nothing was traced inside
             own = f"{boundary.path}."
@@ -150,6 +150,28 @@ class _Cutter:
         )  # fmt: skip
         for part in self._without_choice(made):
             self._add(part)
+
+    def _output_names(self, boundary: Boundary) -> list[str]:
+        if boundary.kind is BoundaryKind.CACHE:
+            return list(boundary.inputs)
+        count = len(boundary.outputs)
+        if count == 1:
+            return ["out"]
+        if boundary.kind is BoundaryKind.ROTARY:
+            return ["cos", "sin"]
+        found = [f"out{number}" for number in range(count)]
+        if boundary.kind is BoundaryKind.ROUTER and count == 3:
+            # Models return the three in any order.
+            tensors = [self._trace.tensors[ref.number] for ref in boundary.outputs]
+            chosen = min(tensor.shape[-1] for tensor in tensors)
+            named = [
+                "experts" if not tensor.dtype.is_floating_point
+                else "weights" if tensor.shape[-1] == chosen
+                else "logits"
+                for tensor in tensors
+            ]  # fmt: skip
+            found = named if len({*named}) == count else found
+        return found
 
     def _without_choice(self, router: TracedComponent) -> tuple[TracedComponent, ...]:
         """Part a router into its logits and the choice among them, where that needs nothing else.
@@ -243,7 +265,8 @@ class _Cutter:
         kind = self._kind(ref, named, sources)
         if along and not self._trace.tensors[ref.number].dtype.is_floating_point:
             kind = StretchKind.CHOICE if any(each.name == "topk" for each in named) else kind
-        inputs = self._input_names(kind, sources)
+        # What only depends on the number of tokens is given their positions, to count them.
+        inputs = self._input_names(kind, sources or (self._trace.positions,))
         self._add(
             TracedComponent(
                 self._name(kind, named, consumer, is_result=is_result), kind, inputs,
@@ -346,7 +369,7 @@ class _Cutter:
         names = {operation.name for operation in operations} - _MOVES
         makers = [self.makers.get(source.number, ("", ""))[0] for source in sources]
         kinds = {self._kinds[maker] for maker in makers if maker}
-        if BoundaryKind.ROTARY in kinds and names <= _TURNS:
+        if BoundaryKind.ROTARY in kinds and names <= _TURNS and names != {"add"}:
             return StretchKind.ROTATION
         shapes = {self._trace.tensors[source.number].shape[-1] for source in sources}
         width = self._trace.tensors[ref.number].shape[-1]
@@ -385,7 +408,7 @@ class _Cutter:
             name = "x"
             if source == self._trace.positions:
                 name = "positions"
-            elif kinds.get(maker) is BoundaryKind.ROTARY:
+            elif kinds.get(maker) is BoundaryKind.ROTARY and output != "out":
                 name = output
             elif kind is StretchKind.RESIDUAL and "x" in found:
                 name = "residual"
@@ -416,18 +439,6 @@ def _parameters(operations: Iterable[Operation]) -> tuple[str, ...]:
             if isinstance(read, ParameterRef):
                 names[read.name] = None
     return tuple(names)
-
-
-def _output_names(boundary: Boundary) -> Iterator[str]:
-    if boundary.kind is BoundaryKind.CACHE:
-        return iter(boundary.inputs)
-    if len(boundary.outputs) == 1:
-        return iter(["out"])
-    if boundary.kind is BoundaryKind.ROTARY:
-        return iter(["cos", "sin"])
-    if boundary.kind is BoundaryKind.ROUTER and len(boundary.outputs) == 3:
-        return iter(["logits", "weights", "experts"])
-    return iter([f"out{number}" for number in range(len(boundary.outputs))])
 
 
 def cut(trace: Trace, again: Callable[[int], Graph]) -> Graph:

@@ -14,6 +14,7 @@ import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt
-from degarble.references.traced.attention import MASK, MASKED, MaskOperator, facts_of
+from degarble.references.traced.attention import MASK, MASKED, MaskOperator, facts_of, unpadded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,8 @@ VIEWS = named(
     flatten empty new_empty lift_fresh unfold
     """
 )
+_FILLS = named("zeros zeros_like ones ones_like full full_like scalar_tensor")
+_EACH = named("eq ne where")  # of those that work on each element, what models count blocks with
 _ITEM = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  what .item() is
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"})
 EXPERTS_GATE = "_apply_gate"  # a method of every module of transformers' experts interface
@@ -163,6 +166,7 @@ class Trace:
     logits: Ref
     parameters: Mapping[str, TracedTensor]
     buffers: Mapping[str, Tensor]  # values of those that no checkpoint holds
+    overwritten: frozenset[int] = frozenset()  # memory that the pass writes into again
 
 
 def _references(arguments: Any) -> Iterator[Ref | ParameterRef]:
@@ -186,9 +190,12 @@ class _Tracer(TorchDispatchMode):
         self.path: list[str] = []
         self.within: str | None = None  # the boundary that is running
         self.positions: Tensor | None = None
+        self.overwritten: set[int] = set()  # memory that operations write into
+        self.uniform: dict[int, Tensor] = {}  # values of tensors, by identity
         self._numbers: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # an id may be reused once its object dies
         named = [*model.named_parameters(), *model.named_buffers()]
+        # An id may be reused once its object dies; some models replace a buffer while they run.
+        self._kept = [tensor for _, tensor in named]
         self._parameters = {id(tensor): name for name, tensor in named}
 
     def __torch_dispatch__(
@@ -208,20 +215,20 @@ class _Tracer(TorchDispatchMode):
         arguments = tuple(self._named(argument) for argument in args)
         named = {name: self._named(argument) for name, argument in keywords.items()}
         result = func(*args, **keywords)
+        written = [
+            argument
+            for schema, argument in zip(func._schema.arguments, args, strict=False)  # noqa: SLF001
+            if schema.alias_info is not None and schema.alias_info.is_write
+        ]
+        mutated = tuple(_storage(tensor) for tensor in _tensors(written))
+        self.overwritten.update(mutated)
         elsewhere = self._out_of_place(func, args)
         if elsewhere is not None:
             # The module's result stays what it was; who reads the tensor from now on reads another.
-            func = elsewhere
+            func, mutated = elsewhere, ()
             del self._numbers[id(result)]
         results = tuple(self.number(tensor) for tensor in _tensors(result))
-        mutated: tuple[int, ...] = ()
-        if func._schema.is_mutable:  # noqa: SLF001
-            written = [
-                argument
-                for schema, argument in zip(func._schema.arguments, args, strict=False)  # noqa: SLF001
-                if schema.alias_info is not None and schema.alias_info.is_write
-            ]
-            mutated = tuple(_storage(tensor) for tensor in _tensors(written))
+        self._note_uniform(operator_name(func), func, args, result)
         path = self._here
         dtypes = tuple(tensor.dtype for tensor in _tensors(result))
         if self._counts_tokens(func, args, result):
@@ -230,6 +237,25 @@ class _Tracer(TorchDispatchMode):
             arguments = self._named(self.positions), self._named([self.tokens])
         self.operations.append(Operation(func, arguments, named, results, dtypes, path, mutated))
         return result
+
+    def _note_uniform(self, name: str, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Keep the value of a result whose elements are all the same, such as numbers of blocks."""
+        known = [self.uniform.get(id(each)) for each in args if isinstance(each, torch.Tensor)]
+        if not isinstance(result, torch.Tensor):
+            return
+        if name in _FILLS:
+            stated = name.startswith(("full", "scalar"))
+            value: Any = args[-1] if stated else name.startswith("ones")
+        elif not known or any(each is None for each in known):
+            return
+        elif name in VIEWS | {"_to_copy"}:
+            value = known[0]
+        elif name in _EACH:
+            with _disable_current_modes():
+                value = func(*(self.uniform.get(id(each), each) for each in args))
+        else:
+            return
+        self.uniform[id(result)] = torch.as_tensor(value)
 
     def _counts_tokens(self, func: Any, args: tuple[Any, ...], result: Any) -> bool:
         """Return whether a result is the number of each token in the pass: its position."""
@@ -374,6 +400,7 @@ def _traced(model: nn.Module, buffers: Mapping[str, Tensor], tracer: _Tracer) ->
     return Trace(
         tuple(tracer.tensors), tuple(tracer.operations), tuple(tracer.boundaries),
         tuple(tracer.modules), tokens, at, Ref(tracer.number(logits)), parameters, dict(buffers),
+        frozenset(tracer.overwritten),
     )  # fmt: skip
 
 
@@ -491,7 +518,7 @@ class _StandIns:
         from transformers.cache_utils import Cache  # noqa: PLC0415  heavy, as the next ones
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+        from transformers.modeling_utils import AttentionInterface  # noqa: PLC0415
 
         def update(_cache: Any, keys: Any, values: Any, layer_idx: int, *_: Any, **__: Any) -> Any:
             return self.cache(layer_idx, key=keys, value=values)
@@ -499,7 +526,7 @@ class _StandIns:
         def update_indexer(_cache: Any, keys: Any, layer_idx: int) -> Any:
             return self.cache(layer_idx, key=keys)[0]
 
-        def interface(_name: str, own: Any) -> Any:
+        def interface(_registry: Any, _name: str, own: Any) -> Any:
             def attention(module: nn.Module, *given: Any, **named: Any) -> Any:
                 operands = dict(
                     zip(("query", "key", "value", "attention_mask"), given, strict=False)
@@ -512,7 +539,7 @@ class _StandIns:
         ALL_EXPERTS_FUNCTIONS.register(EXPERTS, self.experts)
         try:
             with (
-                mock.patch.object(ALL_ATTENTION_FUNCTIONS, "get_interface", interface),
+                mock.patch.object(AttentionInterface, "get_interface", interface),
                 mock.patch.dict(masks, {EAGER: self.mask}),
                 mock.patch.object(Cache, "update", update),
                 mock.patch.object(Cache, "update_indexer", update_indexer),
@@ -536,6 +563,7 @@ class _StandIns:
         with _disable_current_modes():
             made = torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device="meta")
         self._kept.append(made)
+        mask_function = partial(unpadded, mask_function, tracer.uniform)
         self._masks[id(made)] = mask_function
         extents = tuple(map(tracer.name, (q_length, kv_length)))
         tracer.operations.append(
@@ -616,6 +644,23 @@ def refused_config(kind: str, error: Exception) -> InvalidArgument:
     )  # fmt: skip
 
 
+def as_loaded(model: Any, dtype: torch.dtype) -> Any:
+    """Hold in float32 what loading a checkpoint keeps in it: biases of routers, decays of states.
+
+    Building a model from its config alone makes all of it in one dtype.
+    """
+    from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415  heavy
+
+    plan = model._get_dtype_plan(dtype)  # noqa: SLF001  no other way to ask
+    if plan:
+        kept, groups, _ = build_glob_alternation(list(plan))
+        for name, held in model.state_dict(keep_vars=True).items():
+            found = kept.search(name)
+            if found is not None and held.is_floating_point():
+                held.data = held.data.to(plan[groups[str(found.lastgroup)]])
+    return model
+
+
 def _built(config: Any, dtype: torch.dtype) -> nn.Module:
     """Return transformers' model of a config on the meta device."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
@@ -628,7 +673,7 @@ def _built(config: Any, dtype: torch.dtype) -> nn.Module:
             )  # fmt: skip
         except Exception as error:
             raise refused_config(config.model_type, error) from error
-    found: nn.Module = model.eval()
+    found: nn.Module = as_loaded(model, dtype).eval()
     counting = next((each for each in found.modules() if hasattr(each, _FROM_TOKENS)), None)
     if counting is not None:
         raise NotBuilt(

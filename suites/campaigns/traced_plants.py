@@ -28,10 +28,7 @@ from unittest import mock
 
 import torch
 
-from degarble.harness.capture.recorder import MemoryRun, Recorder
-from degarble.harness.capture.traced import recording
 from degarble.harness.engine.diagnose.diagnose import diagnose
-from degarble.harness.engine.localise.localise import localise
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
@@ -44,9 +41,9 @@ from degarble.harness.formats.number_formats import (
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.recipes import WEIGHT_FORMATS, Recipe, Rule, recipe_named
-from degarble.references.numerics import Numerics
-from degarble.references.traced.family import TracedModel, logical_name
+from degarble.references.traced.family import logical_name
 from degarble.suites.references.traced.traced_models import built, config_of, weights_of
+from degarble.suites.support.traced_runs import judged_run, prompt, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -183,12 +180,12 @@ def _attention(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
 
     @contextmanager
     def plant(model: Any) -> Iterator[None]:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415  heavy
+        from transformers.modeling_utils import AttentionInterface  # noqa: PLC0415  heavy
 
-        chosen = ALL_ATTENTION_FUNCTIONS.get_interface
+        chosen = AttentionInterface.get_interface
 
-        def interface(name: str, default: Any) -> Any:
-            own = chosen(name, default)
+        def interface(registry: Any, name: str, default: Any) -> Any:
+            own = chosen(registry, name, default)
 
             def attention(
                 module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any
@@ -201,7 +198,7 @@ def _attention(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
 
             return attention
 
-        with mock.patch.object(ALL_ATTENTION_FUNCTIONS, "get_interface", interface):
+        with mock.patch.object(AttentionInterface, "get_interface", interface):
             yield
 
     return plant
@@ -716,8 +713,6 @@ def _quantised(model: Any, run_name: str, weights: dict[str, Weight]) -> Recipe:
 
 def judged(name: str, run_name: str, change: Change | None) -> Localised:
     """Run a model with a change, and localise what is wrong."""
-    from transformers import DynamicCache  # noqa: PLC0415  heavy
-
     attention, dtype = RUNS[run_name]
     model: Any = built(name, dtype, **_settings(name, run_name))
     model.set_attn_implementation(attention)
@@ -726,17 +721,11 @@ def judged(name: str, run_name: str, change: Change | None) -> Localised:
     recipe = recipe_named("bf16", config)
     if run_name in STORED:
         recipe = _quantised(model, run_name, weights)
-    run = MemoryRun({})
-    ids = torch.randint(0, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
     within = None if change is None else change(model)
     # The plant is entered first, so that the recorder sees what the model meant to compute.
-    with torch.inference_mode(), _entered(within), recording(model, config, Recorder(run)):
-        cache = DynamicCache(config=model.config)
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        new = out.logits[:, -1].argmax(-1, keepdim=True)
-        model(input_ids=new, past_key_values=cache, use_cache=True)
-    numerics = replace(Numerics.bf16(), work=torch.float64, products=torch.float64, store=dtype)
-    return localise(TracedModel(config, numerics, weights, recipe), recipe, run)
+    with _entered(within):
+        run = recorded(model, config, prompt(config), steps=1)
+    return judged_run(config, weights, run, recipe)
 
 
 def found(name: str, run_name: str, plant: Plant | None) -> PlantResult:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +11,8 @@ import torch
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.recorder import MemoryRun, Recorder
 from degarble.harness.capture.traced import recording
-from degarble.harness.engine.localise.localise import localise
-from degarble.harness.model.recipes import recipe_named
-from degarble.references.numerics import Numerics
-from degarble.references.traced.family import TracedModel
 from degarble.suites.references.traced.traced_models import NAMES, built, config_of, weights_of
+from degarble.suites.support.traced_runs import judged_run, prompt, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,27 +41,12 @@ def judged(
 def _judged_run(
     model: Any, config: Any, plant: Callable[[Any], object] | None = None, device: str = "cpu"
 ) -> Any:
-    """Judge a prompt of two sequences and two decoding steps."""
+    """Judge a run of a model whose weights are right, with a fault that is planted then."""
     weights = weights_of(model)
     if plant is not None:
         plant(model)
-    model.to(device)
-    run = MemoryRun({})
-    ids = torch.randint(0, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
-    ids = ids.to(device)
-    with torch.inference_mode(), recording(model, config, Recorder(run)):
-        out = model(input_ids=ids, use_cache=True)
-        for step in range(2):
-            new = out.logits[:, -1].argmax(-1, keepdim=True)
-            at = {"input_ids": new, "past_key_values": out.past_key_values}
-            # Bamba forgets the length of its cache where it counts positions itself.
-            if "position_ids" in inspect.signature(model.forward).parameters:
-                at["position_ids"] = torch.full(new.shape, ids.shape[1] + step).to(device)
-            out = model(**at, use_cache=True)
-    wide, store = torch.float64, config.torch_dtype
-    numerics = replace(Numerics.bf16(), work=wide, products=wide, store=store)
-    bound = TracedModel(config, numerics, weights)
-    return localise(bound, recipe_named("bf16", config), run)
+    run = recorded(model.to(device), config, prompt(config, device))
+    return judged_run(config, weights, run)
 
 
 def _windowed(name: str, plant: Callable[[Any], object] | None = None, **settings: Any) -> Any:
@@ -113,6 +94,36 @@ def test_a_healthy_run_on_a_gpu_agrees(name: str, attention: str, dtype: torch.d
     assert [origin.component for origin in found.origins] == []
     assert found.verdict == "AGREES"
     assert not found.unjudged
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("doge", "sdpa"),  # a registry of attention functions of its own, and a mask of numbers
+        ("git", "eager"),  # a mask by blocks, and a sum that is written into an embedding
+        ("xglm", "eager"),  # a table of positions that is called `out`
+        ("megatron-bert", "eager"),  # a component that nothing enters but the number of tokens
+        ("hy_v4", "eager"),  # a choice among as many tokens as there are; sinks in float32
+        pytest.param("recurrent_gemma", "eager", marks=pytest.mark.slow),  # a bias added late
+    ],
+)
+def test_a_healthy_run_of_an_unusual_model_agrees(name: str, attention: str) -> None:
+    found = judged(name, torch.bfloat16, attention)
+    assert [origin.component for origin in found.origins] == []
+    assert found.verdict == "AGREES"
+    assert not found.unjudged
+
+
+def _added_to_stored(added: Any, batch1: Any, batch2: Any, *, beta: float, alpha: float) -> Any:
+    return beta * added + alpha * torch.bmm(batch1, batch2)
+
+
+def test_a_product_may_be_stored_before_something_is_added_to_it() -> None:
+    """As cuBLAS does where there is one query."""
+    assert config_of("bloom", torch.bfloat16).graph, "traced as it is"
+    with mock.patch.object(torch.Tensor, "baddbmm", _added_to_stored):
+        found = judged("bloom", torch.bfloat16, "eager")
+    assert [origin.component for origin in found.origins] == []
 
 
 def _layer(model: Any) -> Any:

@@ -415,8 +415,11 @@ def _shares(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) ->
     return made
 
 
-def _multiplied(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any) -> Tensor:
-    """Return the error of a matrix product, batched or not, with an addend or without."""
+def _multiplied(errors: RunningErrors, result: Tensor, args: Any, keywords: Any) -> Tensor:
+    """Return the error of a matrix product, batched or not, with an addend or without.
+
+    A run may store the product before it adds: cuBLAS does for a single query.
+    """
     addend, (a, b) = (args[0], args[1:3]) if len(args) > 2 else (None, args[:2])
     off = torch.empty_like(result)
     # Part by part: a matrix may be most of the memory, and its bounds would be several of it.
@@ -432,7 +435,10 @@ def _multiplied(errors: RunningErrors, result: Tensor, args: Any, _keywords: Any
             own = own + errors.of(a) @ size
         off[..., columns] = own
     if addend is not None:
-        off = off + errors.of(addend) + result.abs() * U
+        scale, factor = keywords.get("beta", 1), keywords.get("alpha", 1)
+        made = (result - scale * addend).abs()
+        once = torch.finfo(errors.store).eps / 2 if errors.store in _NARROW else 0.0
+        off = abs(factor) * off + abs(scale) * errors.of(addend) + result.abs() * U + made * once
     return off
 
 

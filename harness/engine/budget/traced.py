@@ -229,7 +229,9 @@ class _Perturbed(Roundings):
         if not value.is_floating_point():
             return value
         moved = torch.rand(value.shape, dtype=value.dtype, generator=self._generator)
-        return value * (1 + self._share * (2 * moved - 1))
+        made = value * (1 + self._share * (2 * moved - 1))
+        # No rounding passes 1: what is bounded by it, such as a decay, stays so.
+        return torch.where(value.abs() <= 1, made.clamp(-1, 1), made)
 
 
 def _measured(call: JudgeableCall, facts: TracedFacts) -> dict[str, Budget]:
@@ -328,8 +330,19 @@ def linear(call: JudgeableCall) -> dict[str, Budget]:
         for part in matrix_parts(weight.shape, _PART):
             used = weight_rows(weight, part, torch.float32, numerics)
             budget.slack[:, part] += call.x_loose @ used.abs().T
-    return {
-        "out": Budget(
-            budget.output, budget.slack.reshape(out.shape), budget.derivation, budget.repeats
-        )
-    }
+    slack, derivation = budget.slack.reshape(out.shape), budget.derivation
+    if call.facts is not None and _adds_bias_after(call.facts):
+        bias = next(each for name, each in call.weights.items() if name.endswith("bias"))
+        made = (out.double() - bias.values(torch.float64)).abs()
+        slack = slack + (made * (torch.finfo(out.dtype).eps / 2)).float()
+        derivation += ("the product may be stored before its bias is added",)
+    return {"out": Budget(budget.output, slack, derivation, budget.repeats)}
+
+
+def _adds_bias_after(facts: Any) -> bool:
+    """Return whether torch adds the bias to a stored product: for rows that are not contiguous.
+
+    A decoding step may have rows that are, so a call may do either.
+    """
+    operations = (facts.graph.trace.operations[number] for number in facts.traced.operations)
+    return any(operation.name in {"add", "add_"} for operation in operations)

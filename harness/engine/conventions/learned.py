@@ -10,8 +10,9 @@ that disagrees under every value is no evidence and stays a finding, however man
 convention whose witnesses only have to agree, such components must be the minority.
 
 Most conventions need two witnesses. One suffices where the run shows the same habit elsewhere, as
-eager code that stores every result does in norms and in experts. What was recorded without its
-tensors cannot testify, so nothing is learned of its role.
+eager code that stores every result does in norms and in experts, and where it is a hundred times
+nearer under the habit's value: roundings that a fault makes by chance do not fit that well. What
+was recorded without its tensors cannot testify, so nothing is learned of its role.
 
 Conventions that share a component are learned together. Each role that differs proposes the values
 that cure it; then every role is judged under the union of the proposals. So a role whose numbers
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     Values = Mapping[str, Any]  # by the convention's name
 
 LEANS = 2.0  # factor between squared distances that makes a twin clearly nearer
+_PLAINLY = 100.0  # the same factor for a witness that is the only one: a tenth of the length
 _CHANGED = 3  # conventions of one role whose values are changed together, at most
 _APART = frozenset({INPUTS})  # that may be changed beside these: which numbers are multiplied
 _ASKED_FIRST = 4  # differing components tried first, nearest first; if none agrees, skip the others
@@ -327,8 +329,10 @@ class _Search:
             )
         for convention in self._group:
             if convention.name in values:
-                needed = 1 if self._is_habit(convention, shown) else convention.witnesses
-                if len(shown[convention.name]) < max(needed, outvoted[convention.name] + 1):
+                names = shown[convention.name]
+                plain = self._is_plain(convention, names, values)
+                needed = 1 if plain or self._is_habit(convention, shown) else convention.witnesses
+                if len(names) < max(needed, outvoted[convention.name] + 1):
                     return None
         return [LearnedConvention(name, values[name], found) for name, found in shown.items()]
 
@@ -340,10 +344,25 @@ class _Search:
             if name != convention.name and name in REGISTRY
         )
 
+    def _is_plain(self, convention: Convention, shown: Sequence[str], values: Values) -> bool:
+        """Tell whether a component shows a habit so well that it needs no second one."""
+        return convention.habit != "" and any(
+            _PLAINLY * self._evidence.fit_of(name, concerned).distance
+            < self._evidence.fit_of(name, others).distance
+            for name in shown
+            for concerned, others in (self._with_and_without(name, convention.name, values),)
+        )
+
+    def _with_and_without(
+        self, component: str, name: str, values: Values
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the values that concern a component, and these without one of them."""
+        concerned = self._concerning(self._evidence.roles[component], values)
+        return concerned, {other: value for other, value in concerned.items() if other != name}
+
     def _shows(self, component: str, name: str, values: Values) -> bool:
         """Tell whether a component is clearly nearer with this value than with only the others."""
-        concerned = self._concerning(self._evidence.roles[component], values)
-        others = {other: value for other, value in concerned.items() if other != name}
+        concerned, others = self._with_and_without(component, name, values)
         return not others or self._evidence.supports(component, concerned, others)
 
 
@@ -358,7 +377,5 @@ def _changes(conventions: Sequence[Convention], assumed: Values) -> Iterator[dic
     most = _CHANGED + len(_APART & others.keys())
     for count in range(1, min(most, len(others)) + 1):
         for names in combinations(others, count):
-            if any(e.idle & set(names) for e in conventions if e.name in names):
-                continue
             for values in product(*(others[name] for name in names)):
                 yield dict(zip(names, values, strict=True))

@@ -18,6 +18,7 @@ from degarble.harness.model.config.config import compressor_windows
 from degarble.harness.model.family import VIEW, family_of
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.model.types import LayerType
+from degarble.references.traced.evaluate import joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -272,7 +273,7 @@ class InputReconstruction:
             found += self._window(name, self._remembered(component, part.start, held, made))
         if not found:
             return True, None
-        return True, torch.stack(found) if own else torch.cat(found)
+        return True, torch.stack(found) if own else joined(found)
 
     def _is_read_back(
         self, call: CapturedCall, component: Component, name: str, captured: Tensor

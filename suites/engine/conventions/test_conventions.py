@@ -286,7 +286,7 @@ def test_what_is_learned_from_which_witnesses(layers: list[Any], learned: int) -
     )
 
 
-def _three_experts(shown: int) -> list[Any]:
+def _three_experts(shown: int, fits: ConventionFit) -> list[Any]:
     """Learn from three experts, of which two are sick; `shown` norms store every result."""
     roles = {f"norm{n}": "traced.norm" for n in range(shown)}
     roles |= {f"experts{n}": "traced.experts" for n in range(3)}
@@ -297,7 +297,7 @@ def _three_experts(shown: int) -> list[Any]:
         asked = {"operations_stored"} if name.startswith("norm") else {
             "operations_stored", "expert_sums_stored"
         }  # fmt: skip
-        return FITS if all(values.get(each) is True for each in asked) else WRONG
+        return fits if all(values.get(each) is True for each in asked) else WRONG
 
     names = ("operations_stored", "expert_sums_stored")
     group = [REGISTRY[name] for name in names]
@@ -306,8 +306,22 @@ def _three_experts(shown: int) -> list[Any]:
 
 
 def test_one_witness_suffices_where_the_run_shows_the_habit_elsewhere() -> None:
-    assert _three_experts(2) == [("operations_stored", 3), ("expert_sums_stored", 1)]
-    assert _three_experts(0) == []
+    assert _three_experts(2, NEAR) == [("operations_stored", 3), ("expert_sums_stored", 1)]
+    assert _three_experts(0, NEAR) == []
+
+
+@pytest.mark.parametrize(("distance", "learned"), [(0.0, 1), (0.08, 1), (0.1, 0)])
+def test_a_habit_needs_no_second_witness_that_is_a_hundred_times_nearer(
+    distance: float, learned: int
+) -> None:
+    """Such as the sum of three embeddings, where a model stores nothing else on the way."""
+
+    def fit(_name: str, values: Mapping[str, Any]) -> ConventionFit:
+        return ConventionFit(True, False, distance) if values else WRONG
+
+    habit = REGISTRY["operations_stored"]
+    evidence = ConventionEvidence({"sum": "traced.stretch"}, fit, {habit.name: False})
+    assert len(learn([habit], evidence)) == learned
 
 
 def test_the_nearest_of_many_differing_components_are_asked_first() -> None:

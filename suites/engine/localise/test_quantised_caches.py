@@ -10,17 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from degarble.harness.capture.recorder import MemoryRun, Recorder
-from degarble.harness.capture.traced import recording
 from degarble.harness.engine.diagnose.diagnose import diagnose
-from degarble.harness.engine.localise.localise import localise
 from degarble.harness.formats.weight import Weight
-from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
-from degarble.references.numerics import Numerics
-from degarble.references.traced.family import TracedModel
 from degarble.suites.engine.quantised_runs import E4M3, learned
 from degarble.suites.references.traced.traced_models import built, config_of, weights_of
+from degarble.suites.support.traced_runs import judged_run, prompt, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +43,6 @@ def _rounded(rows: Tensor, written: float, read: float) -> Tensor:
 
 
 def _run(cached: Cached | None, dtype: torch.dtype, name: str) -> Localised:
-    from transformers import DynamicCache  # noqa: PLC0415  heavy
     from transformers.cache_utils import Cache  # noqa: PLC0415  heavy
 
     model: Any = built(name, dtype, num_hidden_layers=LAYERS)
@@ -67,20 +61,9 @@ def _run(cached: Cached | None, dtype: torch.dtype, name: str) -> Localised:
             )
         return updating(cache, keys, values, layer, *a, **named)
 
-    run = MemoryRun({})
-    ids = torch.randint(0, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
-    with (
-        mock.patch.object(Cache, "update", update),
-        torch.inference_mode(),
-        recording(model, config, Recorder(run)),
-    ):
-        cache = DynamicCache(config=model.config)
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        for _ in range(2):
-            new = out.logits[:, -1].argmax(-1, keepdim=True)
-            out = model(input_ids=new, past_key_values=cache, use_cache=True)
-    numerics = replace(Numerics.bf16(), work=torch.float64, products=torch.float64, store=dtype)
-    return localise(TracedModel(config, numerics, weights), recipe_named("bf16", config), run)
+    with mock.patch.object(Cache, "update", update):
+        run = recorded(model, config, prompt(config))
+    return judged_run(config, weights, run)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

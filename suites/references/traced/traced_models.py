@@ -9,6 +9,7 @@ import torch
 
 from degarble.harness.formats.weight import Weight
 from degarble.references.traced.family import TracedConfig, logical_name
+from degarble.references.traced.trace import as_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -139,6 +140,15 @@ ARCHITECTURES: dict[str, Mapping[str, Any]] = {
         "intermediate_size": 96, "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "full_attention"],
     },
+    "doge": _WIDE,
+    "git": {
+        "intermediate_size": 96,
+        "vision_config": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4},
+    },
+    "xglm": {"ffn_dim": 96, "pad_token_id": 0},
+    "megatron-bert": {"intermediate_size": 96, "is_decoder": True},
+    "hy_v4": {**_LATENT, "pad_token_id": 0},
+    "recurrent_gemma": {"intermediate_size": 96, "head_dim": 16},
 }  # fmt: skip
 # Plain; sinks and biases; latent attention and groups; a choice of earlier tokens; attention as
 # plain operations; a convolution along the tokens.
@@ -158,17 +168,19 @@ def built(
     name: str,
     dtype: torch.dtype = torch.float32,
     settings: Mapping[str, Any] | None = None,
+    seed: int = 0,
     **more: Any,
 ) -> nn.Module:
     """Return the model, with weights that keep the size of what passes."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  heavy
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     own = {**_SMALL, **ARCHITECTURES[name]} if settings is None else settings
     config = AutoConfig.for_model(name, **{**own, **more})
-    model: nn.Module = AutoModelForCausalLM.from_config(
+    made = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    )
+    model: nn.Module = as_loaded(made, dtype).eval()
     for path, parameter in model.named_parameters():
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
