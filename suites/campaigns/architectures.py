@@ -16,16 +16,12 @@ import signal
 import sys
 import tempfile
 import traceback
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from degarble.harness.base.errors import DegarbleError
-from degarble.harness.capture.recorder import MemoryRun, Recorder
-from degarble.harness.capture.traced import recording
-from degarble.harness.engine.localise.localise import localise
-from degarble.harness.model.recipes import recipe_named
 from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics
 from degarble.references.traced.family import TracedConfig, TracedModel
@@ -37,6 +33,7 @@ from degarble.suites.references.traced.traced_models import (
     raw_config,
     weights_of,
 )
+from degarble.suites.support.traced_runs import judged_run, prompt, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,17 +71,13 @@ _GATED: Mapping[str, Any] = {k: v for k, v in _DELTA.items() if k in {
     "num_hidden_layers", "layer_types", "linear_head_dim", "linear_num_heads", "mlp_layer_types",
 }} | {"num_expert_group": 1, "num_experts_per_token": 2, **_LATENT}  # fmt: skip
 _ROTARY = {"rotary_dim": 8}
-# Two layers of experts at least: a convention needs two witnesses.
-_THREE = {"num_hidden_layers": 3}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
-    **dict.fromkeys(("axk2", "glm4_moe_lite", "minicpm3", "youtu"), _LATENT),
-    "axk1": {**_LATENT, **_THREE},
-    "deepseek_v2": {**_LATENT, **_THREE, "num_experts_per_tok": 2},
+    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "minicpm3", "youtu"), _LATENT),
+    "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "longcat_flash": {**_LATENT, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 4},
-    "dots1": {**_THREE, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    **dict.fromkeys(("exaone_moe", "hy_v3", "mimo_v2_flash"), _THREE),
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "zamba": {
         **_MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "attention_head_dim": 32,
         "attention_hidden_size": 128, "num_key_value_heads": 4,
@@ -185,26 +178,6 @@ def _made(kind: str, own: Mapping[str, Any]) -> tuple[Any, Tensor, Tensor]:
     return model, ids, want
 
 
-def judged(model: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Judge a healthy run: a prompt of two sequences and two decoding steps."""
-    weights, run = weights_of(model), MemoryRun({})
-    ids = torch.randint(3, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode(), recording(model, config, Recorder(run)):
-        out = model(input_ids=ids, use_cache=True)
-        for step in range(2):
-            cache = getattr(out, "past_key_values", None)
-            if cache is None:
-                break
-            new = out.logits[:, -1].argmax(-1, keepdim=True)
-            at = {}
-            if "position_ids" in inspect.signature(model.forward).parameters:
-                at["position_ids"] = torch.full((2, 1), ids.shape[1] + step)
-            out = model(input_ids=new, past_key_values=cache, use_cache=True, **at)
-    numerics = replace(Numerics.bf16(), work=torch.float64, products=torch.float64, store=dtype)
-    bound = TracedModel(config, numerics, weights)
-    return localise(bound, recipe_named("bf16", config), run)
-
-
 def _verdict(found: Any) -> str:
     if found.origins:
         return "alarm: " + ", ".join(each.component for each in found.origins[:4])
@@ -224,7 +197,7 @@ def _loaded(first: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def _outcome(kind: str, told: dict[str, Any]) -> str:
+def _outcome(kind: str, told: dict[str, Any], device: str) -> str:
     try:
         own = settings(kind)
         first, ids, want = _made(kind, own)
@@ -254,19 +227,21 @@ def _outcome(kind: str, told: dict[str, Any]) -> str:
             told[name] = f"not run: {_line(error)}"
             continue
         typed = TracedConfig.of({**own, "model_type": kind, "dtype": str(dtype)[6:]})
-        told[name] = _verdict(judged(model, typed, dtype))
+        weights = weights_of(model)
+        run = recorded(model.to(device), typed, prompt(typed, device))
+        told[name] = _verdict(judged_run(typed, weights, run))
         bad = bad or ("" if told[name] == "AGREES" else told[name].partition(":")[0])
     return bad or "ok"
 
 
-def architecture(number: int) -> CaseResult:
+def architecture(number: int, device: str = "cpu") -> CaseResult:
     """Try one architecture."""
     kind = kinds()[number]
     told: dict[str, Any] = {}
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(_SECONDS)
     try:
-        outcome = _outcome(kind, told)
+        outcome = _outcome(kind, told, device)
     except DegarbleError as error:
         told["why"] = f"{type(error).__name__}: {error}"
         outcome = "refused"
@@ -314,6 +289,7 @@ def main() -> int:
     """Run the campaign; the exit status is 1 where a healthy run alarms or something stops."""
     parser = arguments(__doc__ or "", count=0)
     parser.add_argument("--models", default="", help="architectures, joined by commas")
+    parser.add_argument("--device", default="cpu", help="where models run")
     parser.add_argument("--table", action="store_true", help="print what an earlier run found")
     asked = parser.parse_args()
     if asked.table:
@@ -324,8 +300,9 @@ def main() -> int:
     chosen = asked.models.split(",") if asked.models else known
     numbers = [known.index(kind) for kind in chosen]
     return run_campaign(
-        "architectures", architecture, asked, seeds=numbers, wanted=("ok", "refused", "not built")
-    )
+        "architectures", partial(architecture, device=asked.device), asked, seeds=numbers,
+        wanted=("ok", "refused", "not built"),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

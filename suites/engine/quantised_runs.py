@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from degarble.harness.capture.recorder import MemoryRun, Recorder
-from degarble.harness.capture.traced import recording
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
@@ -24,12 +22,14 @@ from degarble.harness.model.recipes import Recipe, Rule
 from degarble.references.numerics import Numerics
 from degarble.references.traced.family import TracedModel, logical_name
 from degarble.suites.references.traced.traced_models import built, config_of, weights_of
+from degarble.suites.support.traced_runs import prompt, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
+    from degarble.harness.capture.recorder import MemoryRun
     from degarble.harness.engine.localise.localise import Localised
 
     Rounds = Callable[[Tensor, "Inputs", Tensor | None], Tensor]
@@ -109,51 +109,17 @@ def stepwise(x: Tensor, way: Inputs, scale: Tensor | None) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
-def short_sums(x: Tensor, w: Tensor, stage: int, step: int = 32) -> Tensor:
-    """Return x w^T of numbers of FP8, in float64: each step's terms are cut, then its sum.
-
-    A term keeps 13 bits below the largest exponent of its step, a sum its 13 leading fraction bits.
-    """
-
-    def cut(value: Tensor, exponent: Tensor) -> Tensor:
-        unit = torch.exp2(exponent - 13)
-        return torch.trunc(value / unit) * unit
-
-    def exponents(value: Tensor) -> Tensor:
-        # Subnormal numbers have the least exponent of a normal one.
-        return torch.where(value == 0, -99.0, (torch.frexp(value).exponent - 1).clamp(min=-6))
-
-    out = torch.zeros(len(x), len(w), dtype=torch.float64)
-    total = torch.zeros_like(out)
-    for begin in range(0, x.shape[1], step):
-        if begin % stage == 0:
-            out, total = out + total, torch.zeros_like(total)
-        a, b = x[:, None, begin : begin + step].double(), w[None, :, begin : begin + step].double()
-        nominal = exponents(a) + exponents(b)
-        own = torch.where(total == 0, -99.0, torch.frexp(total).exponent - 1.0)
-        largest = torch.maximum(nominal.amax(-1), own)
-        sums = cut(a * b, largest[..., None]).sum(-1) + cut(total, largest)
-        total = cut(sums, torch.frexp(sums).exponent - 1.0)
-    return out + total
-
-
 class Emulation(NamedTuple):
-    """What an engine does: its rounding of inputs, and whether operands become BF16.
-
-    `stage` is the extent of K after which a tensor core's short sums are added to float32.
-    """
+    """What an engine does: its rounding of inputs, and whether operands become BF16."""
 
     rounds: Rounds | None = emulated
     decoded: bool = True
-    stage: int | None = None
 
 
 EXACT = Emulation(decoded=False)
 DECODED = Emulation()
 PLAIN = Emulation(rounds=None)
 STEPWISE = Emulation(stepwise)
-SHORT = Emulation(decoded=False, stage=1 << 20)
-STAGED = Emulation(decoded=False, stage=128)
 
 
 def _scales(x: Tensor, way: Inputs) -> Tensor | None:
@@ -168,14 +134,18 @@ class QuantisedRun:
     """A model, its quantised weights, and an emulated engine that runs it."""
 
     def __init__(
-        self, name: str, way: Inputs, dtype: torch.dtype = torch.bfloat16, **settings: Any
+        self,
+        name: str,
+        way: Inputs,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        **settings: Any,
     ) -> None:
         self.way, self.dtype = way, dtype
         settings = {"num_hidden_layers": LAYERS, **settings}
-        self.model: Any = built(name, dtype, **settings)
+        self.model: Any = built(name, dtype, seed=seed, **settings)
         self.config: Any = config_of(name, dtype, **settings)
-        generator = torch.Generator().manual_seed(1)
-        self.ids = torch.randint(0, self.config.vocab_size, (2, 23), generator=generator)
+        self.ids = prompt(self.config)
         self.weights = weights_of(self.model)
         self.scales: dict[str, Tensor | None] = {}
         self.rules: list[Rule] = []
@@ -214,20 +184,25 @@ class QuantisedRun:
             self.rules.append(Rule(name, self.way.weight, self.way.activation))
 
     def linears(self) -> list[tuple[str, Any]]:
-        """Return the linears of the layers, with their paths."""
+        """Return the linears of the layers that are whole blocks wide, with their paths."""
+        block = BLOCK_FORMATS[self.way.weight].block[1] or 1
         return [
             (path, module)
             for path, module in self.model.named_modules()
             if isinstance(module, torch.nn.Linear) and ".layers." in path
-        ]
+            and module.in_features % block == 0
+        ]  # fmt: skip
 
     def experts(self) -> list[tuple[str, Any]]:
-        """Return the banks of experts, with their paths."""
+        """Return the banks of gated experts without biases, with their paths."""
+        block = BLOCK_FORMATS[self.way.weight].block[1] or 1
         return [
             (path, module)
             for path, module in self.model.named_modules()
             if hasattr(module, "gate_up_proj") and hasattr(module, "_apply_gate")
-        ]
+            and not (module.has_bias or module.is_transposed)
+            and not (module.gate_up_proj.shape[-1] % block or module.down_proj.shape[-1] % block)
+        ]  # fmt: skip
 
     @property
     def recipe(self) -> Recipe:
@@ -237,16 +212,11 @@ class QuantisedRun:
     def emulate(self, way: Emulation, only: Callable[[str], bool] = lambda _path: True) -> None:
         """Let linears and experts multiply what the engine does; others what weights decode to."""
         for path, module in self.linears():
-            weight = self.weights[logical_name(f"{path}.weight")]
-            made = _forward(
-                weight.values(torch.float32),
-                self.way,
-                self.scales[path],
-                way._replace(rounds=way.rounds if only(path) else None),
+            weight = self.weights[logical_name(f"{path}.weight")].values(torch.float32)
+            rounds = way.rounds if only(path) else None
+            module.forward = MethodType(
+                _forward(weight, self.way, self.scales[path], rounds, way.decoded), module
             )
-            if way.stage is not None and only(path):
-                made = _short_forward(weight, self.way, self.scales[path], way.stage)
-            module.forward = MethodType(made, module)
         for path, module in self.experts():
             rounds = way.rounds if only(path) else None
             module.forward = MethodType(self._experts_forward(path, rounds, way.decoded), module)
@@ -264,7 +234,7 @@ class QuantisedRun:
             own = None if scale is None else scale[number]
             given = x if rounds is None else rounds(x, self.way, own)
             dtype = x.dtype if decoded else torch.float32
-            return linear(given.to(dtype), weights[at][number].to(dtype)).to(x.dtype)
+            return linear(given.to(dtype), weights[at][number].to(x.device, dtype)).to(x.dtype)
 
         def forward(
             module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -281,16 +251,7 @@ class QuantisedRun:
 
     def run(self, tokens: Tensor | None = None) -> MemoryRun:
         """Record a prefill and one token after it."""
-        from transformers import DynamicCache  # noqa: PLC0415  heavy
-
-        run = MemoryRun({})
-        with torch.inference_mode(), recording(self.model, self.config, Recorder(run)):
-            cache = DynamicCache(config=self.model.config)
-            ids = self.ids if tokens is None else tokens
-            out = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-            new = out.logits[:, -1].argmax(-1, keepdim=True)
-            self.model(input_ids=new, past_key_values=cache, use_cache=True)
-        return run
+        return recorded(self.model, self.config, self.ids if tokens is None else tokens, steps=1)
 
     def twin(self, **switches: Any) -> TracedModel:
         """Bind the twin."""
@@ -304,39 +265,18 @@ class QuantisedRun:
         return localise(self.twin(), self.recipe, run or self.run())
 
 
-def _short_forward(
-    weight: Weight, way: Inputs, scale: Tensor | None, stage: int
-) -> Callable[..., Tensor]:
-    codes, scales = weight.codes, weight.block_scale
-    assert codes is not None and scales is not None, "quantised"  # noqa: PT018
-    numbers = codes.view(E4M3).double()
-    form = BLOCK_FORMATS[way.weight].block
-    wide = scales.repeat_interleave(form[0] or len(codes), 0)[: len(codes)]
-
-    def forward(_module: Any, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
-        width = BLOCK_FORMATS[way.activation].block[1] or input.shape[-1]
-        parts = input.flatten(0, -2).float().unflatten(-1, (-1, width))
-        step = parts.abs().amax(-1, keepdim=True) / 448 if scale is None else scale
-        coded = (parts / step).clamp(-448, 448).to(E4M3).double()
-        step = step.expand_as(parts[..., :1])
-        made = torch.zeros(len(coded), len(numbers), dtype=torch.float64)
-        for part in range(coded.shape[1]):
-            columns = slice(part * width, (part + 1) * width)
-            sums = short_sums(coded[:, part], numbers[:, columns], stage)
-            made += sums * step[:, part].double() * wide[:, part]
-        return made.to(input.dtype).unflatten(0, input.shape[:-1])
-
-    return forward
-
-
 def _forward(
-    weight: Tensor, way: Inputs, scale: Tensor | None, engine: Emulation
+    weight: Tensor,
+    way: Inputs,
+    scale: Tensor | None,
+    rounds: Rounds | None,
+    decoded: bool,
 ) -> Callable[..., Tensor]:
     def forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
-        x = input if engine.rounds is None else engine.rounds(input, way, scale)
-        dtype = input.dtype if engine.decoded else torch.float32
-        made = linear(x.to(dtype), weight.to(dtype)).to(input.dtype)
-        return made if module.bias is None else made + module.bias
+        x = input if rounds is None else rounds(input, way, scale)
+        dtype = input.dtype if decoded else torch.float32
+        bias = None if module.bias is None else module.bias.to(dtype)
+        return linear(x.to(dtype), weight.to(x.device, dtype), bias).to(input.dtype)
 
     return forward
 
