@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from degarble.harness.base.compiled_loops import compiled, compiled_with
+from degarble.harness.formats.number_formats import E4M3
+from degarble.references.tensor_core import split_codes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
     Bits = NDArray[np.uint16]
+    Words = NDArray[np.float32]
 
 U32, F32 = np.uint32, np.float32
 
@@ -55,6 +58,66 @@ def product(x_TK: Tensor, value_NK: Tensor) -> Tensor:
     out = np.empty((x_TK.shape[0], value_NK.shape[0]))
     _product(x_TK.numpy(), value_NK.view(torch.uint16).numpy(), out)
     return torch.from_numpy(out)
+
+
+# --------------------------------------------------------------------------------------------------
+# Short sums of FP8 codes: the steps of tensor_core.dense_gemm in float32, where they are exact
+#
+# A product has 8 bits, a sum of aligned terms fewer than 24, and no product underflows.
+
+_CUT_BITS = 13  # fraction bits of a step, and of its sum
+_UNIT = F32(2.0**_CUT_BITS)
+_KEPT = U32(0xFFFFFFFF >> (23 - _CUT_BITS) << (23 - _CUT_BITS))  # of a float32
+_EXPONENT = U32(0x7F800000)
+
+
+def _with_powers(codes: Tensor, extent: int) -> Words:
+    """Return the values of codes of E4M3 and 2 to their exponents [2, R, K], then zeros."""
+    padded = torch.nn.functional.pad(codes, (0, extent - codes.shape[1]))
+    significand, exponent = split_codes(padded.int(), E4M3)
+    powers = torch.ldexp((significand != 0).float(), exponent)
+    return torch.stack([padded.view(torch.float8_e4m3fn).float(), powers]).numpy()
+
+
+@compiled_with(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
+def _short_sums(a_MK: Words, b_NK: Words, step: int, out_MN: Words) -> None:
+    word = np.zeros(1, np.float32)
+    bits = word.view(np.uint32)
+    for m in range(a_MK.shape[1]):
+        for n in range(b_NK.shape[1]):
+            total = F32(0.0)
+            for begin in range(0, a_MK.shape[2], step):
+                part = slice(begin, begin + step)
+                a, a_power, b, b_power = (
+                    a_MK[0, m, part],
+                    a_MK[1, m, part],
+                    b_NK[0, n, part],
+                    b_NK[1, n, part],
+                )
+                word[0] = total
+                bits[0] &= _EXPONENT
+                largest = word[0]
+                for k in range(step):
+                    largest = max(largest, a_power[k] * b_power[k])
+                if largest == F32(0.0):
+                    continue
+                scale = _UNIT / largest
+                sums = np.trunc(total * scale)
+                for k in range(step):
+                    sums += np.trunc(a[k] * b[k] * scale)
+                word[0] = sums / scale
+                bits[0] &= _KEPT
+                total = word[0]
+            out_MN[m, n] = total
+
+
+def short_sums(a_MK: Tensor, b_NK: Tensor, step: int) -> Tensor:
+    """Return A B^T of codes of E4M3 in float32."""
+    out = np.empty((len(a_MK), len(b_NK)), np.float32)
+    extent = -(-a_MK.shape[1] // step) * step
+    _short_sums(_with_powers(a_MK, extent), _with_powers(b_NK, extent), step, out)
+    nan_M, nan_N = (((codes & 0x7F) == 0x7F).any(1) for codes in (a_MK, b_NK))
+    return torch.from_numpy(out).masked_fill_(nan_M[:, None] | nan_N, torch.nan)
 
 
 @_compiled

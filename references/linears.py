@@ -13,23 +13,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from degarble.harness.base.errors import UnknownName
-from degarble.harness.formats.codec import encode_array
+from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
+    E4M3,
     FP32,
     WHOLE,
     NibbleOrder,
     ScaleDirection,
 )
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
-from degarble.references.numerics import FEW_TOKENS, DecodedOperands, cast, compiles
+from degarble.references import tensor_core
+from degarble.references.numerics import FEW_TOKENS, CodeSums, DecodedOperands, cast, compiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -39,12 +42,23 @@ if TYPE_CHECKING:
     from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.weight import Weight
     from degarble.references.numerics import Numerics
+    from degarble.references.tensor_core import StepRule
 
 CODES, X, BLOCK_SCALE, TENSOR_SCALE = "codes", "x", "block_scale", "tensor_scale"
 X_LOOSE = "x_loose"  # beside codes that a twin made of a run's numbers: how far they may be off
 _DECODED = torch.bfloat16  # what emulated quantisation multiplies, whatever a model stores
 _CHUNK = 1 << 24  # elements of a weight that are converted at once
 _BLOCK = 128  # rows of the tallest blocks with one scale
+STAGE = 128  # of K after which kernels add a tensor core's sum to float32
+# The instruction that sums, and whether a sum begins again after every stage.
+SHORT_SUMS: Mapping[CodeSums, tuple[StepRule, bool]] = MappingProxyType(
+    {
+        CodeSums.HOPPER: (tensor_core.WGMMA_FP8, False),
+        CodeSums.HOPPER_IN_STAGES: (tensor_core.WGMMA_FP8, True),
+        CodeSums.ADA: (tensor_core.MMA_FP8, False),
+        CodeSums.ADA_IN_STAGES: (tensor_core.MMA_FP8, True),
+    }
+)
 
 
 def quantise_activations(
@@ -212,6 +226,17 @@ def matrix_parts(shape: tuple[int, ...], most: int = _CHUNK) -> Iterator[slice]:
         yield slice(begin, min(begin + rows, shape[0]))
 
 
+def linear(
+    inputs: Mapping[str, Tensor], format_name: str | None, weight: Weight, numerics: Numerics
+) -> Tensor:
+    """Return the product of an input, which may be codes, in the dtype of products."""
+    made = short_summed(inputs, format_name, weight, numerics)
+    if made is not None:
+        return made
+    x = activation_values(inputs, format_name, numerics.products, numerics)
+    return product(x, weight, numerics.products, numerics)
+
+
 def matmul(x_TK: Tensor, weight: Weight, numerics: Numerics) -> Tensor:
     """Return `x @ w.T` summed in the dtype of products, rounded once to the stored dtype."""
     return cast(product(x_TK, weight, numerics.products, numerics), numerics.store)
@@ -242,6 +267,54 @@ def product(
         return torch.nn.functional.linear(x, weight.values(dtype))
     rows = max(1, _CHUNK // value.shape[1])
     return torch.cat([torch.matmul(x, part.to(dtype).T) for part in value.split(rows)], dim=-1)
+
+
+class _Elements(NamedTuple):
+    """An operand in FP8: codes [R, K], and the scales [R, S] of parts of K."""
+
+    codes: Tensor
+    scales: Tensor
+    extent: int  # of K under one scale
+
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor, form: BlockFormat) -> _Elements | None:
+        """Return the operand; None if it is another format, or has a scale within 128 of K."""
+        extent = form.block[1] or codes.shape[-1]
+        cut = form.tensor_scale or form.block[1] % STAGE
+        if form.element is not E4M3 or codes.ndim != 2 or cut:
+            return None
+        values = scale if form.scale is FP32 else decode_array(scale, form.scale)
+        if len(values) != len(codes):
+            rows = form.block[0] or len(codes)
+            values = values.repeat_interleave(rows, 0)[: len(codes)]
+        return cls(codes, values, extent)
+
+
+def short_summed(
+    inputs: Mapping[str, Tensor], format_name: str | None, weight: Weight, numerics: Numerics
+) -> Tensor | None:
+    """Return `x @ w.T` of FP8 codes as a tensor core sums them; None where nothing does."""
+    if numerics.code_sums is CodeSums.FLOAT32 or format_name is None or not holds_codes(inputs):
+        return None
+    if not weight.is_quantised:
+        return None
+    a = _Elements.of(inputs[CODES], inputs[BLOCK_SCALE], BLOCK_FORMATS[format_name])
+    w = weight.quantised()
+    b = _Elements.of(w.codes, w.block_scale, w.format)
+    return None if a is None or b is None else _short_sums(a, b, numerics)
+
+
+def _short_sums(a: _Elements, b: _Elements, numerics: Numerics) -> Tensor:
+    rule, in_stages = SHORT_SUMS[numerics.code_sums]
+    extent = STAGE if in_stages else min(a.extent, b.extent)
+    shape = len(a.codes), len(b.codes)
+    out = torch.zeros(shape, dtype=numerics.products, device=b.codes.device)
+    for begin in range(0, a.codes.shape[1], extent):
+        part = slice(begin, begin + extent)
+        sums = tensor_core.short_sums(a.codes[:, part], b.codes[:, part], rule).to(out.dtype)
+        x_scale, w_scale = a.scales[:, begin // a.extent], b.scales[:, begin // b.extent]
+        out += sums * x_scale.to(out.dtype)[:, None] * w_scale.to(out.dtype)
+    return out
 
 
 def reads_as_stored(x_TK: Tensor, value_NK: Tensor, numerics: Numerics) -> bool:

@@ -82,6 +82,16 @@ class InputQuantisation(StrEnum):
     NONE = "none"  # transformers on decoded weights, and kernels of weights alone
 
 
+class CodeSums(StrEnum):
+    """How products of FP8 codes are summed."""
+
+    FLOAT32 = "float32"
+    HOPPER = "hopper"
+    HOPPER_IN_STAGES = "hopper-in-stages"
+    ADA = "ada"
+    ADA_IN_STAGES = "ada-in-stages"
+
+
 @dataclass(frozen=True)
 class Switches:
     """Points on which the sources disagree. `None` means: as the official code of the family."""
@@ -121,6 +131,7 @@ class Switches:
     expert_input_scale_shared: bool = False  # of traced models: the largest of a layer
     input_factors_applied: bool = True  # of traced models: else weights are decoded with them
     cache_quantised: bool = True  # of traced models: where the checkpoint states it
+    code_sums: CodeSums = CodeSums.FLOAT32  # others: the short sums of Hopper's and Ada's FP8
     latent_norm_epsilon: float | None = None  # transformers, V3.2: 1e-6 in q_norm and kv_norm
 
     def latent_epsilon(self, configured: float) -> float:
@@ -233,6 +244,12 @@ class Numerics:
     def operands(self) -> DecodedOperands:
         """Return what happens to quantised operands after their decoding."""
         return DecodedOperands.EXACT if self.exact else self.switches.decoded_operands
+
+    @property
+    def code_sums(self) -> CodeSums:
+        """Return how products of FP8 codes are summed."""
+        emulated = self.operands is not DecodedOperands.EXACT
+        return CodeSums.FLOAT32 if self.exact or emulated else self.switches.code_sums
 
     @property
     def norm_stored_before(self) -> torch.dtype | None:

@@ -1,19 +1,19 @@
-"""Bit-exact model of tensor cores: the steps of wgmma and tcgen05, and GEMMs made of them.
+"""Bit-exact model of tensor cores: the steps of wgmma, mma and tcgen05, and GEMMs made of them.
 
 INSTRUCTIONS lists the instructions. One step adds the products of `step` elements of K to C: every
 term is exact; all are aligned to the largest *nominal* exponent (the sum of the operands'
 exponents; a product is not normalised first); each is truncated to `fraction_bits` below it; the
-rest is added exactly and truncated once to fp32. A GEMM is these steps in the order of K, so tiles
-and clusters change no bit unless they split K.
+rest is added exactly and truncated once, to fp32 or to `kept_bits` of its mantissa. A GEMM is these
+steps in the order of K, so tiles and clusters change no bit unless they split K.
 
 Fixed point: a term is an integer times 2**(exponent - fraction_bits). 16-bit products are below
 4 * 2**25 (int32); a group of mxf4nvf4 is below 576 * 3.52 * 2**35 < 2**46, a sum of all below
 2**49 (int64). Hence nothing rounds but the two truncations.
 
-Not covered: K that is not whole steps, mixed 16-bit formats, fp8 operands, accumulators other than
-fp32, K = 96, sparse forms, negated operands. The fp32 tensor scales of NVFP4 belong to a kernel's
-epilogue. Constants: MMA-Sim (arXiv 2511.10909), package mmasim 2.1.1; checked against that package
-and rational arithmetic, and wgmma on an H200 (sm90_probe_wgmma.py).
+Not covered: K that is not whole steps, mixed formats, E5M2, accumulators other than fp32, K = 96,
+sparse forms, negated operands. The fp32 tensor scales of NVFP4 belong to a kernel's epilogue.
+Constants: MMA-Sim (arXiv 2511.10909), package mmasim 2.1.1; checked against that package and
+rational arithmetic, and wgmma on an H200 (sm90_probe_wgmma.py; FP8 by outputs of vLLM's CUTLASS).
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class StepRule:
     zero_exponent: int
     block: int = 0
     scale: ElementFormat | None = None
+    # Mantissa bits that the sum keeps.
+    kept_bits: int = FP32.mantissa_bits
 
 
 WGMMA_F16 = StepRule(
@@ -71,6 +73,20 @@ TCGEN05_F16 = StepRule(
     step=16,
     fraction_bits=25,
     zero_exponent=-133,
+)
+WGMMA_FP8 = StepRule(
+    name="wgmma.fp8",  # sm_90a, fp32 accumulators of which 13 mantissa bits are kept
+    step=32,
+    fraction_bits=13,
+    zero_exponent=-133,
+    kept_bits=13,
+)
+MMA_FP8 = StepRule(
+    name="mma.fp8",  # sm_89: two steps an instruction
+    step=16,
+    fraction_bits=13,
+    zero_exponent=-133,
+    kept_bits=13,
 )
 NVFP4_BLOCK16 = StepRule(
     name="tcgen05.mxf4nvf4.block16.ue4m3",  # sm_100a; not compared with a chip
@@ -90,7 +106,10 @@ MXFP4_BLOCK32 = StepRule(
 )
 
 INSTRUCTIONS: Mapping[str, StepRule] = MappingProxyType(
-    {rule.name: rule for rule in (WGMMA_F16, TCGEN05_F16, NVFP4_BLOCK16, MXFP4_BLOCK32)}
+    {
+        rule.name: rule
+        for rule in (WGMMA_F16, TCGEN05_F16, WGMMA_FP8, MMA_FP8, NVFP4_BLOCK16, MXFP4_BLOCK32)
+    }
 )
 
 
@@ -99,11 +118,12 @@ def dense_gemm(
 ) -> Tensor:
     """Return C + A B^T in fp32 as `rule` computes it; K equal to one step is one instruction.
 
-    A and B are bfloat16 or float16 tensors; C is float32 and counts as +0 where it is absent.
+    A and B are of the rule's operands, bfloat16 or float16, or float8_e4m3fn; C is float32 and
+    counts as +0 where it is absent.
     """
     if rule.block:
         raise InvalidArgument("rule", rule.name, "an instruction without scales", _USE_SCALED)
-    fmt = _required_16_bit_format(a_MK, b_NK)
+    fmt = _required_format(a_MK, b_NK, rule)
     c_MN = _required_accumulator(a_MK, b_NK, c_MN, rule)
     out_MN = torch.empty_like(c_MN)
     for rows in _row_chunks(a_MK.shape[0], b_NK.shape[0], rule.step):
@@ -113,6 +133,19 @@ def dense_gemm(
             acc_MN = _dense_step(a_MK[rows, k], b_NK[:, k], acc_MN, fmt, rule)
         out_MN[rows] = acc_MN
     return out_MN
+
+
+def short_sums(a_MK: Tensor, b_NK: Tensor, rule: StepRule) -> Tensor:
+    """Return A B^T of FP8 codes (uint8) as `rule` sums it; K of any extent, on any device."""
+    if a_MK.device.type == "cpu":
+        from degarble.references import compiled  # noqa: PLC0415  numba is heavy
+
+        return compiled.short_sums(a_MK, b_NK, rule.step)
+    pad = (0, -a_MK.shape[1] % rule.step)
+    a_MK, b_NK = (
+        torch.nn.functional.pad(codes, pad).view(torch.float8_e4m3fn) for codes in (a_MK, b_NK)
+    )
+    return dense_gemm(a_MK, b_NK, rule=rule)
 
 
 def block_scaled_gemm(
@@ -177,7 +210,7 @@ def split_codes(codes: Tensor, fmt: ElementFormat) -> CodeParts:
 def _dense_step(
     a_MK: Tensor, b_NK: Tensor, c_MN: Tensor, fmt: ElementFormat, rule: StepRule
 ) -> Tensor:
-    """Add one step of 16-bit products to C."""
+    """Add one step of products to C."""
     a, b = _operand(a_MK, fmt), _operand(b_NK, fmt)
     # A product has 2 * mantissa_bits fractional bits; lift it to units of 2**-fraction_bits.
     lift = rule.fraction_bits - 2 * fmt.mantissa_bits
@@ -185,7 +218,7 @@ def _dense_step(
     exponent_TMN = a.exponent.unsqueeze(2) + b.exponent.unsqueeze(1)
     exponent_TMN.masked_fill_(significand_TMN == 0, rule.zero_exponent)
     finite_MN = truncated_sum(CodeParts(significand_TMN, exponent_TMN), c_MN, rule)
-    if bool(a_MK.isfinite().all()) and bool(b_NK.isfinite().all()):
+    if bool(a_MK.float().isfinite().all()) and bool(b_NK.float().isfinite().all()):
         return _with_specials(finite_MN, _special(c_MN))
     # Signs are enough to find NaN and infinities; finite values come from the integers.
     products_MN = _special(a_MK, 1.0) @ _special(b_NK, 1.0).T
@@ -229,16 +262,18 @@ def all_products_zero(a_TMK: Tensor, b_TNK: Tensor) -> Tensor:
 
 def truncated_sum(terms: CodeParts, c_MN: Tensor, rule: StepRule) -> Tensor:
     """Align C and the terms (T M N, in units of 2**-fraction_bits), add, and truncate to fp32."""
-    lift = rule.fraction_bits - FP32.mantissa_bits
+    lift = rule.fraction_bits - rule.kept_bits
     assert lift >= 0, "C would be truncated before it is aligned"
     c = split_codes(c_MN.view(torch.int32), FP32)
     exponent_MN = c.exponent.masked_fill(c.significand == 0, rule.zero_exponent)
     largest_MN = torch.maximum(terms.exponent.amax(0), exponent_MN)
     aligned_TMN = _shifted_toward_zero(terms.significand, largest_MN - terms.exponent)
-    c_aligned_MN = _shifted_toward_zero(c.significand.long() << lift, largest_MN - exponent_MN)
+    # Bits of C below those that a sum keeps are zero, or are cut.
+    c_MN = _shifted_toward_zero(c.significand, torch.tensor(FP32.mantissa_bits - rule.kept_bits))
+    c_aligned_MN = _shifted_toward_zero(c_MN.long() << lift, largest_MN - exponent_MN)
     # Trap: torch widens the sum of int32 to int64; the widening is what keeps it exact.
     total_MN = aligned_TMN.sum(0, dtype=torch.int64) + c_aligned_MN
-    return fp32_toward_zero(total_MN, largest_MN - rule.fraction_bits)
+    return fp32_toward_zero(total_MN, largest_MN - rule.fraction_bits, rule.kept_bits)
 
 
 def _shifted_toward_zero(significand: Tensor, shift: Tensor) -> Tensor:
@@ -247,7 +282,9 @@ def _shifted_toward_zero(significand: Tensor, shift: Tensor) -> Tensor:
     return significand.sign() * (significand.abs() >> shift.clamp(max=width).to(significand.dtype))
 
 
-def fp32_toward_zero(total: Tensor, exponent: Tensor) -> Tensor:
+def fp32_toward_zero(
+    total: Tensor, exponent: Tensor, kept_bits: int = FP32.mantissa_bits
+) -> Tensor:
     """Return total * 2**exponent as fp32, truncated; beyond the range infinity; never -0."""
     magnitude = total.abs()
     bits = torch.frexp(magnitude.double()).exponent  # exact: totals are below 2**53
@@ -255,6 +292,7 @@ def fp32_toward_zero(total: Tensor, exponent: Tensor) -> Tensor:
     lead = lead.masked_fill(total == 0, FP32.min_exponent)  # frexp calls the exponent of zero 0
     drop = lead - FP32.mantissa_bits - exponent
     kept = (magnitude >> drop.clamp(0, _LARGEST_SHIFT)) << (-drop).clamp(min=0)
+    kept &= -1 << (FP32.mantissa_bits - kept_bits)
     # Adding, not or-ing: the hidden bit of `kept` completes the exponent field.
     code = ((lead - FP32.min_exponent).long() << FP32.mantissa_bits) + kept
     code = torch.where(lead > FP32.bias, FP32.exponent_mask << FP32.mantissa_bits, code)
@@ -266,8 +304,9 @@ def fp32_toward_zero(total: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _operand(x_MK: Tensor, fmt: ElementFormat) -> CodeParts:
-    """Split a 16-bit operand; K comes first, as the terms do."""
-    return split_codes(x_MK.T.contiguous().view(torch.int16).int(), fmt)
+    """Split an operand; K comes first, as the terms do."""
+    codes = torch.uint8 if fmt.bits == 8 else torch.int16
+    return split_codes(x_MK.T.contiguous().view(codes).int(), fmt)
 
 
 def _scaled(codes_MK: Tensor, scales_MB: Tensor, rule: StepRule) -> _Scaled:
@@ -311,20 +350,24 @@ def _row_chunks(rows: int, columns: int, terms: int) -> Iterator[slice]:
 # ---- refusals ------------------------------------------------------------------------------------
 
 _USE_SCALED = "Call block_scaled_gemm with codes and scales."
-_USE_DENSE = "Call dense_gemm with bfloat16 or float16 tensors."
-_FORMAT_OF_DTYPE = MappingProxyType({torch.bfloat16: BF16, torch.float16: FP16})
+_USE_DENSE = "Call dense_gemm with bfloat16, float16 or float8_e4m3fn tensors."
+_FORMAT_OF_DTYPE = MappingProxyType(
+    {torch.bfloat16: BF16, torch.float16: FP16, torch.float8_e4m3fn: E4M3}
+)
 
 
-def _required_16_bit_format(a_MK: Tensor, b_NK: Tensor) -> ElementFormat:
+def _required_format(a_MK: Tensor, b_NK: Tensor, rule: StepRule) -> ElementFormat:
     """Return the format of both operands."""
-    if a_MK.dtype not in _FORMAT_OF_DTYPE or b_NK.dtype != a_MK.dtype:
+    fmt = _FORMAT_OF_DTYPE.get(a_MK.dtype)
+    bits = 8 if rule in (WGMMA_FP8, MMA_FP8) else 16
+    if fmt is None or fmt.bits != bits or b_NK.dtype != a_MK.dtype:
         raise DtypeMismatch(
             "dtypes of A and B",
             (str(a_MK.dtype), str(b_NK.dtype)),
-            "bfloat16 twice or float16 twice",
-            "Round both operands to one 16-bit format; the instruction does not mix them.",
+            "float8_e4m3fn twice" if bits == 8 else "bfloat16 twice or float16 twice",
+            f"Round both operands to one format of {bits} bits; {rule.name} does not mix them.",
         )
-    return _FORMAT_OF_DTYPE[a_MK.dtype]
+    return fmt
 
 
 def _required_accumulator(

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.references import elementary, experts
+from degarble.references import elementary, experts, linears
 from degarble.references.facts import single
 from degarble.references.linears import (
-    activation_values,
     largest_scale,
-    matmul,
     product,
     quantise_activations,
     table_rows,
@@ -50,16 +48,15 @@ def linear(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply one linear; its input is codes where the recipe quantises it."""
     (name,) = weights
     numerics = facts.numerics
-    x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
-    return {"out": matmul(x, weights[name], facts.numerics)}
+    out = linears.linear(inputs, facts.activation(name), weights[name], numerics)
+    return {"out": cast(out, numerics.store)}
 
 
 def stacked(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply linears of one input, outputs side by side: gate and up [T, 2F], gate first."""
     numerics = facts.numerics
     form = facts.activation(next(iter(weights)))
-    x = activation_values(inputs, form, numerics.products, numerics)
-    parts = [product(x, weight, numerics.products, numerics) for weight in weights.values()]
+    parts = [linears.linear(inputs, form, weight, numerics) for weight in weights.values()]
     return {"out": cast(torch.cat(parts, dim=-1), numerics.store)}
 
 

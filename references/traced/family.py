@@ -23,6 +23,7 @@ from degarble.harness.model.parameters import Parameter, Row, parameter_named
 from degarble.harness.model.recipes import Recipe
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
+from degarble.references import linears
 from degarble.references.binding import BoundModel, FetchedWeights
 from degarble.references.facts import ModelFacts, formats_by_block, local_name, spans_of
 from degarble.references.linears import (
@@ -30,7 +31,6 @@ from degarble.references.linears import (
     activation_values,
     holds_codes,
     largest_scale,
-    product,
     table_rows,
     weight_rows,
     weight_values,
@@ -570,9 +570,11 @@ def linear(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply a linear, with its bias where it has one."""
     name = next(weight for weight in weights if weight.endswith("weight"))
     numerics = facts.numerics
-    x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
-    x, weight = facts.multiplied(x, weights[name], coded=holds_codes(inputs))
-    out = product(x, weight, numerics.products, numerics)
+    out = linears.short_summed(inputs, facts.activation(name), weights[name], numerics)
+    if out is None:
+        x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
+        x, weight = facts.multiplied(x, weights[name], coded=holds_codes(inputs))
+        out = linears.product(x, weight, numerics.products, numerics)
     for bias in weights:
         if bias != name:
             out = out + weights[bias].values(out.dtype)

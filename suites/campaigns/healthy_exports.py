@@ -190,10 +190,14 @@ def _packed(
         state["weight_global_scale"] = formulas.generate_gparam(extremes.min(), extremes.max())
         if scheme.input_activations is not None:
             state["input_global_scale"] = torch.tensor([400.0])
-    grouped = value.reshape(len(value), -1, weights.group_size or value.shape[1])
+    rows, columns = weights.block_structure or (1, weights.group_size or value.shape[1])
+    padding = (0, -value.shape[1] % columns, 0, -len(value) % rows)
+    padded = torch.nn.functional.pad(value, padding)
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     state["weight_scale"], state["weight_zero_point"] = formulas.calculate_qparams(
-        grouped.amin(-1), grouped.amax(-1), weights, global_scale=state.get("weight_global_scale")
-    )
+        blocks.amin((1, 3)), blocks.amax((1, 3)), weights,
+        global_scale=state.get("weight_global_scale"),
+    )  # fmt: skip
     made: dict[str, torch.Tensor] = registry.get_value_from_registry(stored).compress(state, scheme)
     return {key: tensor.contiguous() for key, tensor in made.items()}
 

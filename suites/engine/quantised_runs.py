@@ -109,17 +109,51 @@ def stepwise(x: Tensor, way: Inputs, scale: Tensor | None) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
+def short_sums(x: Tensor, w: Tensor, stage: int, step: int = 32) -> Tensor:
+    """Return x w^T of numbers of FP8, in float64: each step's terms are cut, then its sum.
+
+    A term keeps 13 bits below the largest exponent of its step, a sum its 13 leading fraction bits.
+    """
+
+    def cut(value: Tensor, exponent: Tensor) -> Tensor:
+        unit = torch.exp2(exponent - 13)
+        return torch.trunc(value / unit) * unit
+
+    def exponents(value: Tensor) -> Tensor:
+        # Subnormal numbers have the least exponent of a normal one.
+        return torch.where(value == 0, -99.0, (torch.frexp(value).exponent - 1).clamp(min=-6))
+
+    out = torch.zeros(len(x), len(w), dtype=torch.float64)
+    total = torch.zeros_like(out)
+    for begin in range(0, x.shape[1], step):
+        if begin % stage == 0:
+            out, total = out + total, torch.zeros_like(total)
+        a, b = x[:, None, begin : begin + step].double(), w[None, :, begin : begin + step].double()
+        nominal = exponents(a) + exponents(b)
+        own = torch.where(total == 0, -99.0, torch.frexp(total).exponent - 1.0)
+        largest = torch.maximum(nominal.amax(-1), own)
+        sums = cut(a * b, largest[..., None]).sum(-1) + cut(total, largest)
+        total = cut(sums, torch.frexp(sums).exponent - 1.0)
+    return out + total
+
+
 class Emulation(NamedTuple):
-    """What an engine does: its rounding of inputs, and whether operands become BF16."""
+    """What an engine does: its rounding of inputs, and whether operands become BF16.
+
+    `stage` is the extent of K after which a tensor core's short sums are added to float32.
+    """
 
     rounds: Rounds | None = emulated
     decoded: bool = True
+    stage: int | None = None
 
 
 EXACT = Emulation(decoded=False)
 DECODED = Emulation()
 PLAIN = Emulation(rounds=None)
 STEPWISE = Emulation(stepwise)
+SHORT = Emulation(decoded=False, stage=1 << 20)
+STAGED = Emulation(decoded=False, stage=128)
 
 
 def _scales(x: Tensor, way: Inputs) -> Tensor | None:
@@ -212,11 +246,16 @@ class QuantisedRun:
     def emulate(self, way: Emulation, only: Callable[[str], bool] = lambda _path: True) -> None:
         """Let linears and experts multiply what the engine does; others what weights decode to."""
         for path, module in self.linears():
-            weight = self.weights[logical_name(f"{path}.weight")].values(torch.float32)
-            rounds = way.rounds if only(path) else None
-            module.forward = MethodType(
-                _forward(weight, self.way, self.scales[path], rounds, way.decoded), module
+            weight = self.weights[logical_name(f"{path}.weight")]
+            made = _forward(
+                weight.values(torch.float32),
+                self.way,
+                self.scales[path],
+                way._replace(rounds=way.rounds if only(path) else None),
             )
+            if way.stage is not None and only(path):
+                made = _short_forward(weight, self.way, self.scales[path], way.stage)
+            module.forward = MethodType(made, module)
         for path, module in self.experts():
             rounds = way.rounds if only(path) else None
             module.forward = MethodType(self._experts_forward(path, rounds, way.decoded), module)
@@ -265,16 +304,38 @@ class QuantisedRun:
         return localise(self.twin(), self.recipe, run or self.run())
 
 
+def _short_forward(
+    weight: Weight, way: Inputs, scale: Tensor | None, stage: int
+) -> Callable[..., Tensor]:
+    codes, scales = weight.codes, weight.block_scale
+    assert codes is not None and scales is not None, "quantised"  # noqa: PT018
+    numbers = codes.view(E4M3).double()
+    form = BLOCK_FORMATS[way.weight].block
+    wide = scales.repeat_interleave(form[0] or len(codes), 0)[: len(codes)]
+
+    def forward(_module: Any, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
+        width = BLOCK_FORMATS[way.activation].block[1] or input.shape[-1]
+        parts = input.flatten(0, -2).float().unflatten(-1, (-1, width))
+        step = parts.abs().amax(-1, keepdim=True) / 448 if scale is None else scale
+        coded = (parts / step).clamp(-448, 448).to(E4M3).double()
+        step = step.expand_as(parts[..., :1])
+        made = torch.zeros(len(coded), len(numbers), dtype=torch.float64)
+        for part in range(coded.shape[1]):
+            columns = slice(part * width, (part + 1) * width)
+            sums = short_sums(coded[:, part], numbers[:, columns], stage)
+            made += sums * step[:, part].double() * wide[:, part]
+        whole: Tensor = made.to(input.dtype).unflatten(0, input.shape[:-1])
+        return whole
+
+    return forward
+
+
 def _forward(
-    weight: Tensor,
-    way: Inputs,
-    scale: Tensor | None,
-    rounds: Rounds | None,
-    decoded: bool,
+    weight: Tensor, way: Inputs, scale: Tensor | None, engine: Emulation
 ) -> Callable[..., Tensor]:
     def forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
-        x = input if rounds is None else rounds(input, way, scale)
-        dtype = input.dtype if decoded else torch.float32
+        x = input if engine.rounds is None else engine.rounds(input, way, scale)
+        dtype = input.dtype if engine.decoded else torch.float32
         bias = None if module.bias is None else module.bias.to(dtype)
         return linear(x.to(dtype), weight.to(x.device, dtype), bias).to(input.dtype)
 

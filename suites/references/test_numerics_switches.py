@@ -131,6 +131,7 @@ ELSEWHERE = {
     "operations_stored": "traced/test_traced.py",
     "attention_operations_stored": "traced/test_traced.py",
     "expert_sums_stored": "traced/test_traced.py",
+    "code_sums": "../engine/localise/test_quantised_inputs.py",
     "quantised_inputs": "../engine/localise/test_quantised_inputs.py",
     "expert_input_scale_shared": "../engine/localise/test_quantised_inputs.py",
     "cache_quantised": "../engine/localise/test_quantised_caches.py",

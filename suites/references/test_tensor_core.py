@@ -394,6 +394,7 @@ def test_block_scaled_gemm_refuses_by_name() -> None:
 # The models of tensor-core steps against the package mmasim, and faults planted in the models.
 
 DENSE_RULES = (tc.WGMMA_F16, tc.TCGEN05_F16)
+SHORT_RULES = (tc.WGMMA_FP8, tc.MMA_FP8)
 
 
 def dense_oracle(case: DenseCase, rule: tc.StepRule, operand: str) -> Tensor:
@@ -437,6 +438,48 @@ def scaled_oracle(case: ScaledCase, rule: tc.StepRule) -> Tensor:
 def test_dense_gemm_equals_mmasim(family: str, operand: str, rule: tc.StepRule, seed: int) -> None:
     case = draw_dense(family, seed, DTYPES[operand])
     assert_same_bits(tc.dense_gemm(*case, rule=rule), dense_oracle(case, rule, operand))
+
+
+def _fp8_codes(rows: int, kind: str, generator: torch.Generator) -> Tensor:
+    """Draw codes of E4M3: of any number, of normal ones, or of ones that cancel."""
+    if kind == "any":
+        codes = torch.randint(0, 256, (rows, 64), generator=generator, dtype=torch.uint8)
+        return codes.masked_fill(codes & 0x7F == 0x7F, 0)
+    values = torch.randn(rows, 64, generator=generator)
+    if kind == "cancelling":
+        values[:, 1::2] = -values[:, ::2]
+    return values.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+@pytest.mark.needs("mmasim")
+@pytest.mark.parametrize("kind", ["any", "normal", "cancelling"])
+@pytest.mark.parametrize("rule", SHORT_RULES, ids=lambda rule: rule.name)
+def test_short_sums_of_fp8_equal_mmasim(rule: tc.StepRule, kind: str, seed: int) -> None:
+    from mmasim import nv_ptx  # noqa: PLC0415  optional
+
+    generator = torch.Generator().manual_seed(seed)
+    a, b = _fp8_codes(64, kind, generator), _fp8_codes(8, "any", generator)
+    if rule is tc.WGMMA_FP8:
+        step = nv_ptx.WGMMA("Hopper", "m64n8k32.f32.e4m3.e4m3")
+        parts, extent = [slice(0, 64)], 32
+    else:
+        step = nv_ptx.MMA("Ada Lovelace", "m16n8k32.f32.e4m3.e4m3.f32")
+        parts, extent = [slice(begin, begin + 16) for begin in range(0, 64, 16)], 32
+    wanted = torch.zeros(64, 8)
+    values = [codes.view(torch.float8_e4m3fn) for codes in (a, b)]
+    for rows in parts:
+        for begin in range(0, 64, extent):
+            k = slice(begin, begin + extent)
+            wanted[rows] = step(values[0][rows, k], values[1][:, k].T, wanted[rows])
+    assert_same_bits(tc.dense_gemm(*values, rule=rule), wanted)
+    assert_same_bits(tc.short_sums(a, b, rule), wanted)
+    # K that is no whole step, as both ways pad it, and a NaN.
+    cut = a[:, :41].contiguous(), b[:, :41].contiguous()
+    padded = [torch.nn.functional.pad(codes, (0, 23)).view(values[0].dtype) for codes in cut]
+    assert_same_bits(tc.short_sums(*cut, rule), tc.dense_gemm(*padded, rule=rule))
+    a[3, 5] = 0x7F
+    assert tc.short_sums(a, b, rule)[3].isnan().all()
+    assert not tc.short_sums(a, b, rule)[4].isnan().any()
 
 
 @pytest.mark.needs("mmasim")

@@ -31,6 +31,7 @@ import torch
 
 from degarble.harness.vllm import capture as vllm_capture
 from degarble.harness.vllm.engine.server import MODEL, QUIET, Caller, RunningServer, require_free
+from degarble.suites.campaigns.healthy_exports import compress_folder
 from degarble.suites.commands.traced_checkpoints import write_tokenizer
 
 if TYPE_CHECKING:
@@ -159,6 +160,16 @@ RUNS: Mapping[str, LoaderRun] = {
     "norm of another layer": LoaderRun("llama", norm_of_layer_0, ("input_layernorm",)),
     "columns": LoaderRun("llama", columns_turned, ("self_attn.o_proj",)),
     "experts": LoaderRun("qwen3_moe", experts_exchanged, ("mlp.experts",)),
+    **{
+        f"{name} {form}": LoaderRun(f"{name} {form}")
+        for name, form in (
+            ("llama", "FP8_BLOCK"),
+            ("qwen3_moe", "FP8_DYNAMIC"),
+            ("qwen3_moe", "FP8_BLOCK"),
+            ("qwen3_moe", "NVFP4A16"),
+            ("qwen3_moe", "W4A16"),
+        )
+    },
 }
 REAL_RUNS: Mapping[str, LoaderRun] = {
     "real BF16": LoaderRun("BF16"),
@@ -202,10 +213,14 @@ def entry_point(folder: Path) -> Path:
 # Steps, each of which can run in an environment of its own
 
 
-def write(name: str, folder: Path) -> nn.Module:
-    """Write a tiny checkpoint with a tokenizer; its config.json states what both versions read."""
+def write(model_name: str, folder: Path) -> nn.Module:
+    """Write a tiny checkpoint with a tokenizer; its config.json states what both versions read.
+
+    A format after the model's name is that of its linears and experts.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  not vLLM's
 
+    name, _, form = model_name.partition(" ")
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(name, **MODELS[name]), dtype=torch.bfloat16
@@ -222,14 +237,14 @@ def write(name: str, folder: Path) -> nn.Module:
     write_tokenizer(folder)
     stated = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    if form:
+        compress_folder(folder, form)
     evaluated: nn.Module = model.eval()
     return evaluated
 
 
 def export(source: Path, name: str, folder: Path) -> None:
     """Write the real model in a format, by compressed-tensors' own compressors."""
-    from degarble.suites.campaigns.healthy_exports import compress_folder  # noqa: PLC0415
-
     shutil.copytree(source, folder)
     if name in FORMATS:
         compress_folder(folder, name, FORMATS[name])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from degarble.suites.capture.engine.engine_runs import engine_capture
 from degarble.suites.commands.calls import call
 from degarble.suites.vllm import any_model
-from degarble.suites.vllm.any_model import RUNS
+from degarble.suites.vllm.any_model import MODELS, RUNS
 from degarble.suites.vllm.imitated_vllm import install
 
 if TYPE_CHECKING:
@@ -32,13 +32,11 @@ _TRANSFORMERS = pytest.mark.needs("transformers")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, nn.Module]]:
     """Write both checkpoints once."""
     folder = tmp_path_factory.mktemp("models")
-    return {
-        name: (folder / name, any_model.write(name, folder / name)) for name in any_model.MODELS
-    }
+    return {name: (folder / name, any_model.write(name, folder / name)) for name in MODELS}
 
 
 @_TRANSFORMERS
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.model in MODELS])
 def test_a_run_of_the_stand_in_holds(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -150,7 +148,8 @@ def test_the_entry_point_is_found_and_plants_once(
 
 def test_every_fault_finds_its_parameters() -> None:
     assert sum(run.plant is not None for run in RUNS.values()) == 5
-    assert {run.model for run in RUNS.values() if run.plant is None} == {*any_model.MODELS}
+    healthy = {run.model.partition(" ")[0] for run in RUNS.values() if run.plant is None}
+    assert healthy == {*MODELS}
     with pytest.raises(StopIteration):
         any_model.columns_turned(torch.nn.Linear(2, 2))
 

@@ -446,9 +446,10 @@ def _diagnosed(
 
 def _with_case(origin: DiagnosedOrigin, folder: Path, number: int) -> DiagnosedOrigin:
     """Write the minimal reproducer of an origin."""
-    named = origin.diagnosed.named if origin.diagnosed is not None else ()
-    variant = named[0].variant if named else None
-    case = shrunk(origin.discrepancy, variant) if number < SEARCHED else None
+    told = origin.diagnosed
+    variant = told.named[0].variant if told is not None and told.named else None
+    described = told.described.variant if told is not None and told.described else None
+    case = shrunk(origin.discrepancy, variant, described) if number < SEARCHED else None
     if case is None:
         return origin
     script = case.write(

@@ -377,5 +377,7 @@ def _changes(conventions: Sequence[Convention], assumed: Values) -> Iterator[dic
     most = _CHANGED + len(_APART & others.keys())
     for count in range(1, min(most, len(others)) + 1):
         for names in combinations(others, count):
+            if any(e.idle & set(names) for e in conventions if e.name in names):
+                continue
             for values in product(*(others[name] for name in names)):
                 yield dict(zip(names, values, strict=True))

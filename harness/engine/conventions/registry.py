@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.references.numerics import (
+    CodeSums,
     DecodedOperands,
     HeadNorm,
     IndexerFormat,
@@ -71,6 +72,7 @@ class Convention:
     by_family: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     leans: float = 2.0  # factor by which a witness's squared distance has to be smaller
     habit: str = ""  # of the code that computes; conventions of one habit support each other
+    idle: frozenset[str] = frozenset()  # where another value of these is followed, it says nothing
 
     def assumed(self, numerics: Numerics, family: str) -> Any:
         """Return the value by which a twin computes."""
@@ -185,6 +187,21 @@ _ROUNDINGS = (
         "factors of an input (pre_quant_scale)",
         {True: "multiplied into the input", False: "decoded into the weight"},
         _roles("traced.linear"),
+    ),
+    Convention(
+        "code_sums",
+        "products of FP8 codes",
+        {
+            CodeSums.FLOAT32: "summed in float32",
+            CodeSums.HOPPER: "summed by Hopper's tensor core, which keeps 13 fraction bits",
+            CodeSums.HOPPER_IN_STAGES: (
+                "summed by Hopper's tensor core, and in float32 after every 128"
+            ),
+            CodeSums.ADA: "summed by Ada's tensor core, which keeps 13 fraction bits",
+            CodeSums.ADA_IN_STAGES: "summed by Ada's tensor core, and in float32 after every 128",
+        },
+        _roles(f"{GEMM} {_LINEARS} traced.linear traced.experts"),
+        idle=frozenset({OPERANDS, "input_factors_applied"}),
     ),
     Convention(
         "expert_input_scale_shared",

@@ -186,6 +186,7 @@ IN_SUMS = 0.866  # of it, where no number is beyond its budget: a quarter of its
 ALIKE_IN_SUMS = 0.9  # of the energy that the best variant explains there
 PIECE = 64  # elements of a row summed into one piece
 EQUALLY = 4.0  # times what the best variant leaves: variants below explain equally well
+PART = 0.9  # of the difference: a fault that leaves more explains no part of it
 PAIRS_LEAVE = 0.5  # of what either fault leaves alone; more, and the second adds nothing
 PROVED = 12  # variants at most that are proved on every row
 _PAIRED = 3  # first variants of a pair at most, from each of the two rankings
@@ -265,6 +266,7 @@ class _Trial:
     variant: FaultVariant
     left: float
     uncut: bool = False  # tried on a whole call only
+    alone: tuple[float, ...] = ()  # what each of several faults leaves by itself
 
     @property
     def fitted(self) -> int:
@@ -304,21 +306,27 @@ def diagnose(
         named, trials = _alike_in_all(context, calls, (main, sample), steady)
         if not named:
             named = _each_by_itself(context, apart, sitting)
-        parts = [] if named or reach is Reach.EDGE else _parts(context, apart)
+        alone = [trial for trial in trials if not trial.uncut]
+        # Where no fault explains a part, parts, pairs and conventions rarely help: describe first.
+        partly = any(trial.left <= PART for trial in alone)
+        whole = [main, *_but(calls, main)]
+        described = None if named or partly else describe(context, whole)
+        known_so = bool(named) or described is not None
+        parts = [] if known_so or reach is Reach.EDGE else _parts(context, apart)
         named = named or _in_a_part(context, apart, parts, steady)
         pairs: list[_Trial] = []
-        if not named:
-            # Pairs are expensive and rarely needed, so they come last.
-            pairs = list(_pairs(context, sample, [trial for trial in trials if not trial.uncut]))
+        if not named and described is None:
+            pairs = list(_pairs(context, sample, alone))
             named = _proved(context, calls, main, pairs)
-        if not named and _shows_in_sums_only(context, calls):
+        if not named and described is None and _shows_in_sums_only(context, calls):
             named = _proved(context, calls, main, _in_sums(context, main, trials), IN_SUMS)
-        if not named and context.component.kind:
-            named = _by_other_conventions(context, apart, steady)
-        described = None if named else describe(context, [main, *_but(calls, main)])
+        if not named and partly:
+            described = describe(context, whole)
         condition = None
         if not named and described is None:
             described, condition = _described_in_a_part(context, apart, parts)
+        if not named and described is None and context.component.kind:
+            named = _by_other_conventions(context, apart, steady)
     excluded = _excluded(trials, named)
     tried = sum(not trial.uncut for trial in trials) + len(pairs)
     sentence = _sentence(named, excluded, len(sitting), tried)
@@ -550,7 +558,8 @@ def _pairs(context: ComponentContext, sample: Sample, trials: Sequence[_Trial]) 
                 variant = _composed(inner.variant, outer.variant)
                 left = _left(context, sample, variant)
                 if left <= PAIRS_LEAVE * min(a.left, b.left):
-                    yield _Trial(order, (inner.fault[0], outer.fault[0]), variant, left)
+                    faults, lefts = (inner.fault[0], outer.fault[0]), (inner.left, outer.left)
+                    yield _Trial(order, faults, variant, left, alone=lefts)
                 order += 1
 
 
@@ -647,7 +656,7 @@ def _proved(
             fit.within,
             stored,
             fit.ratio,
-            _evidence(trial.variant, fit, stored),
+            _evidence(trial.variant, fit, stored) + _apart(trial),
             tuple(ids[:at] + ids[at + 1 :]),
         )
         for at, (trial, fit) in enumerate(ranked)
@@ -693,6 +702,14 @@ def _evidence(variant: FaultVariant, fit: VariantFit, stored: float) -> str:
         f"({share(fit.identical)} to the bit, the worst at {number(fit.ratio, 3)} of it); "
         f"as stored {share(stored)}"
     )
+
+
+def _apart(trial: _Trial) -> str:
+    """Say how much each of several faults leaves by itself; empty for one."""
+    if not trial.alone:
+        return ""
+    lefts = " and ".join(share(min(left, 1.0)) for left in trial.alone)
+    return f"; alone they leave {lefts} of the difference"
 
 
 def _excluded(trials: Sequence[_Trial], named: Sequence[NamedFault]) -> tuple[Excluded, ...]:

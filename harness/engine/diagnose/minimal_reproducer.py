@@ -7,7 +7,7 @@ shows.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING, Any, Self
 
@@ -227,6 +227,7 @@ def _numbers(weight: Weight, part: tuple[int, int]) -> Weight:
 
 FORMAT = "degarble-case-2"
 TENSORS, SCRIPT = "case.safetensors", "reproduce.py"
+_OUT = "outputs."  # begins the names of recovered outputs
 _MOST_BYTES = 256 << 20  # of a case; a larger one is not written
 
 _SCRIPT = '''"""{title}
@@ -249,7 +250,9 @@ sys.exit(wrong)
 class Case:
     """One component on few inputs: the captured tensors and the right ones.
 
-    On an edge `captured` is what arrived and `inputs` what should have arrived.
+    On an edge `captured` is what arrived and `inputs` what should have arrived. `recovered` holds
+    what the component computed with where that was described: weights and inputs in place of its
+    own, or outputs where neither differs; keys are `weights.NAME`, `inputs.NAME`, `outputs.NAME`.
     """
 
     component: str
@@ -259,6 +262,7 @@ class Case:
     recipe: Recipe
     inputs: Tensors
     captured: Tensors
+    recovered: Tensors = field(default_factory=dict)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -280,6 +284,21 @@ class Case:
         )
         return judge_outputs(call, {name: pair[0] for name, pair in both.items()})
 
+    def judge_recovered(self, outputs: Tensors) -> dict[str, OutputResult]:
+        """Judge outputs against the component that runs on what was recovered."""
+        inputs, weights = dict(self.inputs), dict(self.weights)
+        for key, value in self.recovered.items():
+            side, _, name = key.partition(".")
+            if side == "inputs":
+                inputs[name] = value
+            elif side == "weights":
+                weights[name] = Weight(value=value, input_scale=weights[name].input_scale)
+        with torch.inference_mode():
+            made = dict(self.twin.calls[self.component](inputs, weights))
+        made |= {n.partition(".")[2]: t for n, t in self.recovered.items() if n.startswith(_OUT)}
+        call = JudgeableCall.from_twin(self.twin, self.component, inputs, made)
+        return judge_outputs(replace(call, weights=weights), {**made, **outputs})
+
     def told(self, outputs: Tensors) -> tuple[list[str], bool]:
         """Return the judgement in lines, and whether something differs."""
         judged = self.judge(outputs)
@@ -287,6 +306,10 @@ class Case:
         for name, result in judged.items():
             rows = list(outputs[name].shape) if name in outputs else []
             lines.append(f"  {name} {rows}: {result.verdict}, {result.worst or 'equal'}")
+        if self.recovered:
+            lines.append(f"  computed with the recovered {', '.join(self.recovered)}:")
+            for name, result in self.judge_recovered(outputs).items():
+                lines.append(f"    {name}: {result.verdict}, {result.worst or 'equal'}")
         return lines, any(
             output_result.verdict is Verdict.DIFFERS for output_result in judged.values()
         )
@@ -296,6 +319,7 @@ class Case:
         usable_folder("reproducer", folder)
         tensors = {f"inputs.{n}": t for n, t in self.inputs.items()}
         tensors |= {f"captured.{n}": t for n, t in self.captured.items()}
+        tensors |= {f"recovered.{n}": t for n, t in self.recovered.items()}
         for name, weight in self.weights.items() if not self.edge else ():
             for part, tensor in _plain(weight).items():
                 tensors[f"weights.{name}.{part}"] = tensor
@@ -353,18 +377,23 @@ class Case:
                 for name, held in parts.items()
             }
         )
-        inputs, captured = (
+        sides = (
             {n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{side}.")}
-            for side in ("inputs", "captured")
+            for side in ("inputs", "captured", "recovered")
         )
         made = (facts["component"], facts["title"], bool(facts["edge"]))
-        return cls(*made, twin, recipe, inputs, captured)
+        return cls(*made, twin, recipe, *sides)
 
 
-def shrunk(discrepancy: Discrepancy, variant: FaultVariant | None = None) -> Case | None:
+def shrunk(
+    discrepancy: Discrepancy,
+    variant: FaultVariant | None = None,
+    described: FaultVariant | None = None,
+) -> Case | None:
     """Return the smallest case of a discrepancy; None where no call shows it.
 
     `variant` is the named fault that explains it; with one, the summed dimension is cut as well.
+    `described` is what was recovered of it: the case carries that too, where it holds there.
     """
     record, context = discrepancy.record, discrepancy.context
     if record is None:
@@ -385,14 +414,57 @@ def shrunk(discrepancy: Discrepancy, variant: FaultVariant | None = None) -> Cas
     )
     try:
         if is_ragged(context.component):
-            return _small_enough(case)
-        case = _fewest_experts(_fewest_rows(case))
+            return _small_enough(_with_recovered(case, described))
+        # What was recovered may depend on the places of rows, so that a few do not show it.
+        few = _with_recovered(_fewest_experts(_fewest_rows(case)), described)
+        case = few if few.recovered or described is None else _with_recovered(case, described)
+        case = case if case.recovered else few
         if variant is not None:
             prefix = _prefix(context.bound.config, context.name, context.recipe)
             case = shortest_sum(case, variant, prefix)
         return _small_enough(_fewest_columns(case))
     except CANNOT_RUN:
         return None  # the twin cannot run on these shapes
+
+
+def _with_recovered(case: Case, variant: FaultVariant | None) -> Case:
+    """Return the case with what was recovered, where it gives what was captured."""
+    if variant is None:
+        return case
+    given: list[tuple[Tensors, Mapping[str, Any]]] = []
+    plain = case.twin.calls[case.component]
+
+    def asked(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        given.append((inputs, weights))
+        return plain(inputs, weights)
+
+    try:
+        with torch.inference_mode():
+            made = variant.apply(asked)(case.inputs, case.weights)
+            found = _unlike(case, *given[-1]) if given else {}
+            if not found:
+                found = {f"{_OUT}{n}": made[n].to(t.dtype) for n, t in case.captured.items()}
+        told = replace(case, recovered=found)
+        judged = told.judge_recovered(case.captured).values()
+    except CANNOT_RUN:
+        return case
+    return told if all(each.verdict is Verdict.AGREES for each in judged) else case
+
+
+def _unlike(case: Case, inputs: Tensors, weights: Mapping[str, Weight]) -> dict[str, Tensor]:
+    """Return the operands of a call that are not those of the case."""
+    found = {
+        f"inputs.{name}": tensor
+        for name, tensor in inputs.items()
+        if name not in case.inputs or not same_values(tensor, case.inputs[name])
+    }
+    for name, own in case.weights.items():
+        used = weights[name]
+        if used is not own and _held(used) and _held(own):
+            value = used.values(torch.float64)
+            if not torch.equal(value, own.values(torch.float64)):
+                found[f"weights.{name}"] = value
+    return found
 
 
 def _fewest_rows(case: Case) -> Case:
@@ -450,7 +522,12 @@ def _fewest_columns(case: Case) -> Case:
         rows = order[:size].sort().values
         cut = Weight(value=values[rows], input_scale=weight.input_scale)
         twin = bind(case.twin.config, case.twin.numerics, {prefix + name: cut}, case.recipe)
-        small = replace(case, twin=twin, captured={"out": out[:, rows]})
+        recovered = {
+            key: value[rows] if key.startswith("weights.") else value
+            for key, value in case.recovered.items()
+        }
+        recovered |= {k: v[:, rows] for k, v in recovered.items() if k.startswith(_OUT)}
+        small = replace(case, twin=twin, captured={"out": out[:, rows]}, recovered=recovered)
         if any(
             result.verdict is Verdict.DIFFERS for result in small.judge(small.captured).values()
         ):

@@ -39,6 +39,7 @@ from degarble.harness.engine.recover.numbers import functions, places
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X_LOOSE
+from degarble.references.numerics import InputQuantisation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -386,8 +387,11 @@ def _alone(begin: int, end: int, x: Tensor) -> Tensor:
 def _of_switches(context: ComponentContext) -> Iterator[FaultVariant]:
     """The other side of everything in which correct implementations differ."""
     switches = facts_at(context).numerics.switches
+    reads_codes = any(each.name == CODES for each in context.component.inputs)
     for each in fields(switches):
         own = getattr(switches, each.name)
+        if reads_codes and isinstance(own, InputQuantisation):
+            continue  # its input was quantised before it came
         if isinstance(own, bool):
             values: list[Any] = [not own]
         elif hasattr(type(own), "__members__"):

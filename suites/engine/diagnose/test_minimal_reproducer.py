@@ -16,6 +16,7 @@ from degarble.harness.engine.diagnose.minimal_reproducer import SCRIPT, TENSORS,
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs, with_weights
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.recipes import recipe_named
+from degarble.harness.report.verdict import Verdict
 from degarble.suites.engine.localise_cases import (
     ATTN,
     FFN,
@@ -160,6 +161,44 @@ def test_a_fault_of_one_block_is_shown_on_that_block(
         ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
         assert ran.returncode == 1, ran.stderr
         assert name in ran.stdout
+
+
+def one_bit(_name: str, weight: Weight) -> Weight:
+    """One code with another bit, which no known fault flips."""
+    assert weight.codes is not None
+    codes = weight.codes.clone()
+    codes[3, 5] ^= 4
+    return with_codes(weight, codes)
+
+
+def columns_moved(_inputs: object, outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    out = outputs["out"]
+    return {**outputs, "out": out[:, torch.arange(out.shape[1]) ^ 3]}
+
+
+@pytest.mark.parametrize(
+    ("way", "held"),
+    [(with_weights(one_bit), "weights."), (with_outputs(columns_moved), "outputs.")],
+)
+def test_a_case_carries_what_was_recovered_and_agrees_with_it(
+    way: Any, held: str, tmp_path: Path
+) -> None:
+    name = f"{ATTN}wq_b"
+    (discrepancy,) = localised(run_of(name, way)).origins
+    assert discrepancy.record is not None
+    told = diagnose(discrepancy.context, [discrepancy.record, *discrepancy.more])
+    assert told.described is not None
+    case = shrunk(discrepancy, described=told.described.variant)
+    assert case is not None
+    case.write(tmp_path / "case")
+    again = Case.read(tmp_path / "case")
+    assert [key.startswith(held) for key in again.recovered] == [True]
+    lines, wrong = again.told(again.captured)
+    assert wrong
+    assert "computed with the recovered" in lines[-2]
+    assert "AGREES" in lines[-1]
+    other = {n: t * 1.5 for n, t in again.captured.items()}
+    assert all(each.verdict is Verdict.DIFFERS for each in again.judge_recovered(other).values())
 
 
 def test_what_diagnosing_names_cuts_the_sum_and_what_it_does_not_leaves_it_whole() -> None:

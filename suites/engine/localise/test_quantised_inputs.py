@@ -14,6 +14,8 @@ from degarble.suites.engine.quantised_runs import (
     EXACT,
     INPUTS,
     PLAIN,
+    SHORT,
+    STAGED,
     STEPWISE,
     QuantisedRun,
     learned,
@@ -75,6 +77,26 @@ def test_a_healthy_run_of_quantised_experts_agrees(name: str, engine: str) -> No
     run.emulate(_ENGINES[engine])
     found = run.judged()
     assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "sums"),
+    [
+        ("FP8 token", SHORT, "hopper"),
+        ("FP8 tensor", STAGED, "hopper-in-stages"),
+        ("FP8 block", STAGED, "hopper"),
+    ],
+)
+def test_short_sums_of_a_tensor_core_are_learned(name: str, engine: Emulation, sums: str) -> None:
+    run = QuantisedRun("llama", INPUTS[name], hidden_size=256, intermediate_size=512)
+    run.emulate(engine)
+    found = run.judged()
+    assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+    assert learned(found)["code_sums"] == sums
+    # A single linear that sums so is a finding: its partners say that this engine does not.
+    run.emulate(engine, lambda path: path == _O)
+    found = run.judged()
+    assert "code_sums" not in learned(found)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ def judge_component(
     component = _component(name, config, recipe)
     given = _weights(component, weights)
     bound = bind(config, Numerics.twin().with_switches(**conventions), given, recipe)
+    _keep_known(bound, component, given)
     forms = declared_forms(config, recipe).get(component.name, ComponentForms({}, {}))
     _require_inputs(component, inputs, forms)
     call = _replayed(bound, component, inputs, forms)
@@ -100,6 +101,15 @@ def judge_component(
     causes = causes_of(ComponentContext(bound, component, recipe), [record])
     elements, census = _elements(judged, outputs, call)
     return JudgedKernel(component.name, verdict, judged, elements, census, causes)
+
+
+def _keep_known(bound: BoundModel, judged: Component, given: Mapping[str, Weight]) -> None:
+    """Forget the components whose weights nobody gave: causes look at those of others."""
+    own = judged.name.removesuffix(".act_quant").removesuffix(".experts")
+    for name in list(bound.calls):
+        known = all(weight in given for weight in bound.bound_to(name)[0].weights)
+        if not known and not name.startswith(own):
+            del bound.calls[name]
 
 
 def _replayed(

@@ -331,7 +331,10 @@ class CheckedModules:
         return {
             "schema": SCHEMA,
             "verdict": str(self.verdict),
-            "origins": [vars(origin) | {"where": dict(origin.where)} for origin in self.origins],
+            "origins": [
+                vars(origin) | {"where": dict(origin.where), "changes": list(origin.changes)}
+                for origin in self.origins
+            ],
             "cosines": [
                 {"component": name, "cosine": _cosine(kernel), "ratio": kernel.ratio}
                 for name, kernel in self.judged.items()
@@ -534,7 +537,7 @@ def _cosine(judged: JudgedKernel) -> float | None:
 
 
 def _origin(judged: JudgedKernel, step: int) -> Origin:
-    cause = judged.cause
+    cause, described = judged.cause, judged.causes.described
     output, result = next((name, e) for name, e in judged.outputs.items() if e.findings)
     comparison = result.comparison
     length = float(comparison.total.relative_l2) if comparison is not None else None
@@ -552,8 +555,10 @@ def _origin(judged: JudgedKernel, step: int) -> Origin:
         cosine=_cosine(judged),
         difference=length,
         budget=_allowed(judged),
-        confidence=1.0 if cause else 0.0,
-        evidence=cause.evidence if cause else str(worst),
+        confidence=1.0 if cause else described.fit.within if described else 0.0,
+        evidence=cause.evidence if cause else described.evidence if described else str(worst),
+        level=judged.level,
+        changes=() if described is None else described.table,
     )
 
 
