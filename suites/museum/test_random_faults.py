@@ -16,7 +16,8 @@ from degarble.harness.engine.diagnose.trial import VariantFit
 from degarble.harness.engine.faults.model_faults import FaultVariant
 from degarble.harness.engine.recover.described import Described
 from degarble.harness.nightly.table import STEPS
-from degarble.suites.campaigns import random_faults
+from degarble.suites.campaigns import calibration, random_faults
+from degarble.suites.campaigns.calibration import Claim, learned, mapped
 from degarble.suites.campaigns.random_faults import WANTED, outcome, shares, table
 from degarble.suites.museum.random_faults import answers, nightly
 from degarble.suites.museum.random_faults.answers import CauseAnswer, judged
@@ -27,6 +28,7 @@ from degarble.suites.museum.random_faults.values import cut_bits, drawn_change, 
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -177,3 +179,31 @@ def test_faults_below_three_budgets_are_not_counted() -> None:
         "placed": (1, 1), "named or described": (0, 1), "false sentences": (1, 1)
     }  # fmt: skip
     assert "| all | 1 | 1 | 0 | 1 |" in table(lines)
+
+
+def test_a_map_of_confidence_rises_and_few_claims_are_not_certain() -> None:
+    claims = [Claim(0, 0.5, true) for true in (True, False, False, True)]
+    claims += [Claim(0, 0.8, false) for false in (True, False, False)]  # fewer than at 0.5: pooled
+    claims += [Claim(0, 1.0, True)] * 98
+    steps = learned(claims)
+    assert steps == [(0.5, 4 / 9), (1.0, 0.99)]
+    assert [mapped(steps, stated) for stated in (0.2, 0.7, 1.0)] == [0.0, 4 / 9, 0.99]
+
+
+def test_a_calibration_is_learned_on_one_half_and_tried_on_the_other(tmp_path: Path) -> None:
+    lines = []
+    for seed in range(400):
+        sure = seed % 8 > 1
+        fault = {"proof": {"within": 1.0 if sure else 0.95}, "cause": "named" if sure else "false"}
+        case = {"seed": seed, "detail": json.dumps({"faults": [fault, {"proof": {}}]})}
+        lines.append(json.dumps(case) + "\n")
+    (tmp_path / "random_faults.jsonl").write_text("".join(lines))
+    assert calibration.main(["--out", str(tmp_path)]) == 0
+    made = json.loads((tmp_path / "calibration.json").read_text())
+    assert (made["claims"], made["stated sure"], made["true of those"]) == (400, 400, 300)
+    assert (made["learned sure"], made["true of these"]) == (150, 150)
+    assert (
+        "| as stated, from 0.9 | 0.9500 | 100 | 0 (0.0%)"
+        in (tmp_path / "calibration.md").read_text()
+    )
+    assert (tmp_path / "calibration.svg").read_text().count("<circle") == 4
