@@ -8,7 +8,7 @@ data cannot tell which is meant, and they are said.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 FEWEST = 2  # rows on either side
 SHOWN = 3  # rules that are said
+_STRAY = 0.05  # of the struck rows, that a cause may miss by roundings of its own
 _MOST_PLACES = 4  # sequences or experts that are listed
 _EXTENTS = {
     "tokens": ("only in calls of {} tokens or more", "only in calls of {} tokens or fewer"),
@@ -135,6 +136,12 @@ def _labelled(context: ComponentContext, record: CallRecord, cause: FaultVariant
                      for mask in side.values()]).any(0)
         for side in (bad, would)
     )  # fmt: skip
+    # What was found in some rows may mean others where all are given.
+    missed = None if made is None else _beyond(
+        context, replace(record, expected=made.outputs), record.outputs
+    )  # fmt: skip
+    if missed is None or _share(missed, struck, kept) > _STRAY:
+        return None
     features = {
         "decode": places.decode.long(), "step": places.calls[:, 0], "tokens": places.calls[:, 1],
         "length": places.calls[:, 2], "sequence": places.sequence, "position": places.position,
@@ -143,6 +150,13 @@ def _labelled(context: ComponentContext, record: CallRecord, cause: FaultVariant
         features = {n: t[:, None].expand(experts.shape).flatten() for n, t in features.items()}
         features["expert"] = experts.flatten()
     return _Rows(features, struck.flatten(), (visible & ~struck).flatten())
+
+
+def _share(missed: Mapping[str, Tensor], struck: Tensor, kept: int) -> float:
+    """Return the share of struck rows, or slots, with an element that was missed."""
+    rows = torch.stack([mask.flatten(kept).any(kept) if mask.ndim > kept else mask
+                        for mask in missed.values()]).any(0)  # fmt: skip
+    return float(rows[struck].double().mean()) if bool(struck.any()) else 0.0
 
 
 def _beyond(

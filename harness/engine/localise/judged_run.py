@@ -162,6 +162,7 @@ class JudgedComponent:
     component: Component
     rows: dict[str, OutputRow] = field(default_factory=dict)
     pieces: list[JudgedBatch] = field(default_factory=list)  # those with an output that differs
+    healthy: list[JudgedBatch] = field(default_factory=list)  # a few others, the largest first
     non_finite: NonFiniteOutput | None = None
     steps: set[int] = field(default_factory=set)  # in which something of it was judged
 
@@ -199,6 +200,8 @@ class Judge:
             self._take(judged_component, replayed(self._known, batch))
             if briefly and judged_component.differs:
                 break
+        if not judged_component.differs:
+            judged_component.healthy.clear()  # nobody asks for their tensors
         return judged_component
 
     def _take(self, component: JudgedComponent, replay: Replay) -> None:
@@ -233,6 +236,10 @@ class Judge:
         elif poisoned_ones:
             plain = self._quantised(component.component, batch)
             component.pieces.append(JudgedBatch(replay, whole, plain, meant))
+        elif all(result.verdict is Verdict.AGREES for result in whole.values()):
+            known = [*component.healthy, JudgedBatch(replay, whole)]
+            known.sort(key=lambda piece: -len(piece.replay.batch.step_of))
+            component.healthy = known[:_MORE]
         component.non_finite = earlier_of(component.non_finite, non_finite_of(replay))
 
     def _piece(self, view: _View, meant: Tensors, plain: Tensor | None) -> JudgedBatch:
@@ -513,15 +520,21 @@ def discrepancy_of_outputs(
         judged,
         where,
         tuple(sorted(wrong)),
-        tuple(_sight(piece, steps) for piece in _others(pieces, best))[:_MORE],
+        tuple(_sight(piece, steps) for piece in _others(judged_component, pieces, best)),
     )
 
 
-def _others(pieces: Sequence[JudgedBatch], best: JudgedBatch) -> list[JudgedBatch]:
-    """Return the other calls, those with other inputs first: a cause holds with memory as well."""
+def _others(
+    component: JudgedComponent, pieces: Sequence[JudgedBatch], best: JudgedBatch
+) -> list[JudgedBatch]:
+    """Return a few other calls, those with other inputs first, and a few healthy ones.
+
+    A cause has to hold with memory as well, and must not harm what is healthy.
+    """
     given = best.replay.batch.inputs.keys()
     rest = [piece for piece in pieces if piece is not best]
-    return sorted(rest, key=lambda piece: piece.replay.batch.inputs.keys() == given)
+    rest.sort(key=lambda piece: piece.replay.batch.inputs.keys() == given)
+    return [*rest[:_MORE], *component.healthy]
 
 
 def discrepancy_from_prefill(discrepancy: Discrepancy) -> Discrepancy:

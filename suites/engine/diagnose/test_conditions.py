@@ -107,3 +107,20 @@ def test_rows_that_a_cause_would_not_change_speak_for_no_condition() -> None:
     unplaced = replace(origin.record, places=None)
     always = FaultVariant("a gain", gain(Condition()).edit.apply)
     assert condition_of(origin.context, [unplaced], always) is None
+
+
+def test_a_cause_that_means_other_rows_of_the_whole_call_has_no_condition() -> None:
+    own = stage("llama bf16")
+    (origin,) = own.localised(own.run([gain(Condition("position", 10))])).origins
+    assert origin.record is not None
+
+    def first_rows(call: Any) -> Any:
+        def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
+            made = {name: tensor.clone() for name, tensor in call(inputs, weights).items()}
+            made["out"][:4] *= 1.3
+            return made
+
+        return faulty
+
+    cause = FaultVariant("a gain on rows 0 to 3", first_rows)
+    assert condition_of(origin.context, [origin.record], cause) is None

@@ -131,7 +131,7 @@ def _condition(stage: Stage, fault: RandomFault, origin: Discrepancy, told: Diag
         return "also possible"  # the rows of every call are no condition that can be said
     assert origin.record is not None, "it was diagnosed"
     acted = list(_acted(stage, fault))
-    if meant == ALWAYS or any(
+    if any(
         rule.holds(place[rule.feature]) != acts
         for rule in said.rules
         for place, acts in acted
