@@ -279,11 +279,12 @@ def _by_formats(operand: Operand) -> Iterator[OperandChange]:
         if form != operand.form and not form.zero_point:
             yield OperandChange(
                 f"every number is quantised to {form.name} once more",
-                partial(_on_numbers, partial(_requantised, form)),
+                partial(_on_numbers, partial(requantised, form)),
             )
 
 
-def _requantised(form: BlockFormat, numbers: Tensor) -> Tensor:
+def requantised(form: BlockFormat, numbers: Tensor) -> Tensor:
+    """Return numbers after a quantisation to a format, scales included."""
     return dequantise(quantise(numbers.float().contiguous(), form, CANONICAL), torch.float64)
 
 

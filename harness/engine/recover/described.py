@@ -24,6 +24,7 @@ from degarble.harness.engine.faults.weight_faults import numbers_of
 from degarble.harness.engine.recover.edits import edits_of
 from degarble.harness.engine.recover.maps import Sides, as_matrix, maps_of, moved, simplest
 from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
+from degarble.harness.engine.recover.quantisers import quantiser_edits
 from degarble.harness.engine.recover.weights import (
     CopiedRow,
     Element,
@@ -33,7 +34,7 @@ from degarble.harness.engine.recover.weights import (
     as_used,
     recovered_weight,
 )
-from degarble.harness.engine.recover.whole import causes_in_operands
+from degarble.harness.engine.recover.whole import causes_in_operands, largest_call
 from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
@@ -314,7 +315,8 @@ def _by_operands(context: ComponentContext, calls: Sequence[CallRecord]) -> Desc
 
 
 def _by_edits(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
-    for variant in edits_of(context, calls[0]):
+    coded = quantiser_edits(context, largest_call(calls[0]))
+    for variant in (*coded, *edits_of(context, calls[0])):
         fit = _predicts(context, calls, variant)
         if fit is not None:
             sentence = f"The outputs follow if {variant.words}."
@@ -341,11 +343,12 @@ def _by_outputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
             fit = _predicts(context, calls, variant)
             if fit is not None:
                 what = "" if found.output == "out" else f" of {found.output}"
-                sentence = f"The outputs{what} are the right ones in which {found.words}."
+                where = f"{what} of these calls" if found.here else what
+                sentence = f"The outputs{where} are the right ones in which {found.words}."
                 remedy = (
                     "Look at how results are stored: epilogue, offsets of rows and tiles, casts."
                 )
-                return Described(sentence, remedy, (), variant, fit)
+                return Described(sentence, remedy, (), variant, fit, found.here)
     return None
 
 
@@ -358,15 +361,22 @@ def _mapped(found: OutputMap) -> Callable[..., Mapping[str, Tensor]]:
     return apply
 
 
+def _is_coded(x: Tensor) -> bool:
+    return x.ndim > 1 and (not x.is_floating_point() or x.itemsize == 1)
+
+
 def _sides(context: ComponentContext, record: CallRecord) -> Iterator[Sides]:
     """Yield the outputs of numbers that differ, with what they may."""
     call = JudgeableCall.from_twin(context.bound, context.name, record.inputs, record.expected)
     try:
         budgets = budgets_of(call)
     except DegarbleError:
-        return
+        budgets = {}
     for name, right in record.expected.items():
         seen, budget = record.outputs.get(name), budgets.get(name)
+        if seen is not None and seen.shape == right.shape and _is_coded(right):
+            one, other = as_matrix(seen), as_matrix(right)
+            yield Sides(name, one, other, torch.zeros_like(other), 0.0)
         if seen is None or budget is None or not is_comparable(seen, right):
             continue
         slack = as_matrix(budget.slack.double().expand(right.shape))

@@ -35,7 +35,10 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
+from degarble.harness.engine.recover.changes import requantised
+from degarble.harness.engine.recover.maps import simplest
 from degarble.harness.engine.recover.numbers import functions, places
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X_LOOSE
@@ -55,11 +58,16 @@ LEAVES = 0.3  # of the difference in a sample, at most
 MOST_PROVED = 8
 POSITIONS = "positions"
 FEW_PLACES = 64  # of an axis along which every rule is tried
-_GRID = (0.0, 0.01, 0.1, 0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 4.0, 10.0, 100.0, 1000.0)
+_GRID = (
+    0.0, 1e-3, 0.01, 0.1, 0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 4.0, 10.0, 100.0, 1e3, 1e4, 1e5,
+)  # fmt: skip
 _TURNS = 24  # of a search for a number
 _GOLDEN = 0.6180339887498949
 _MOST_POWER = 30  # of two, in front of FP16
+_SHIFTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128)
+_COUNTED = 1000  # a whole number of the config above this is taken for a real one
 _PARTS = (32, 64, 128)  # columns of a partial sum
+_ROUNDING = 2.0**-9
 _CODED = frozenset({CODES, BLOCK_SCALE, TENSOR_SCALE, X_LOOSE})
 
 
@@ -78,7 +86,7 @@ def edits_of(context: ComponentContext, record: CallRecord) -> list[FaultVariant
     if not sample.before(distance):
         return []
     tried = []
-    for order, variant in enumerate(_edits(context, sample)):
+    for order, variant in enumerate(_edits(context, sample, record)):
         left = _left(context, sample, variant)
         if left <= LEAVES:
             tried.append(_Tried(variant, left, order))
@@ -93,11 +101,12 @@ def _left(context: ComponentContext, sample: Sample, variant: FaultVariant) -> f
     return distance(sample.candidate, sample.looked_at(made.outputs)) / sample.before(distance)
 
 
-def _edits(context: ComponentContext, sample: Sample) -> Iterator[FaultVariant]:
+def _edits(context: ComponentContext, sample: Sample, record: CallRecord) -> Iterator[FaultVariant]:
     yield from _passed(sample.record)
     yield from _of_weights(context)
     yield from _of_inputs(sample.record)
-    yield from _of_positions(sample.record)
+    yield from _scaled_inputs(context, sample)
+    yield from _of_positions(record)
     if has_facts(context):
         yield from _on_their_way(context, sample)
         yield from _of_switches(context)
@@ -162,11 +171,19 @@ def _of_weights(context: ComponentContext) -> Iterator[FaultVariant]:
                 f"every number of {text} is {each.words}",
                 with_weights(partial(_by_function, frozenset(names), each.apply)),
             )
-        for rule in places(few[names[0]].shape[-1]) if few[names[0]].shape else ():
-            yield FaultVariant(
-                f"the numbers of {text} are {rule.words}",
-                with_weights(partial(_by_places, frozenset(names), rule.of)),
-            )
+        shape = few[names[0]].shape
+        for axis, count in enumerate(shape):
+            of = ("rows", "columns")[axis] if len(shape) == 2 else "numbers"
+            for rule in places(count):
+                yield FaultVariant(
+                    f"the {of} of {text} are {rule.words}",
+                    with_weights(partial(_by_places, frozenset(names), axis, rule.of)),
+                )
+        for form in BLOCK_FORMATS.values() if len(shape) == 2 else ():
+            if not form.zero_point:
+                made = partial(_by_function, frozenset(names), partial(requantised, form))
+                words = f"every number of {text} is quantised to {form.name}"
+                yield FaultVariant(words, with_weights(made))
 
 
 def _of_sibling(sibling: ComponentContext, name: str, weight: Weight) -> Weight:
@@ -186,24 +203,19 @@ def _by_function(
 
 
 def _by_places(
-    names: frozenset[str], of: Callable[[int], Tensor], name: str, weight: Weight
+    names: frozenset[str], axis: int, of: Callable[[int], Tensor], name: str, weight: Weight
 ) -> Weight:
     if name not in names:
         return weight
     value = numbers_of(weight)
-    return Weight(value=value.index_select(-1, of(value.shape[-1])))
+    return Weight(value=value.index_select(axis, of(value.shape[axis])))
 
 
 # ---- inputs --------------------------------------------------------------------------------------
 
 
 def _of_inputs(record: CallRecord) -> Iterator[FaultVariant]:
-    given = {
-        name: tensor
-        for name, tensor in record.inputs.items()
-        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.ndim > 1
-    }
-    given = {name: tensor for name, tensor in given.items() if name not in _CODED}
+    given = _numbers_given(record)
     for name in given:
         for each in functions():
             yield FaultVariant(
@@ -229,6 +241,34 @@ def _of_inputs(record: CallRecord) -> Iterator[FaultVariant]:
                     f"{of} of the input {name} are {rule.words}",
                     with_inputs(partial(_input_moved, name, axis, rule.of)),
                 )
+
+
+def _numbers_given(record: CallRecord) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for name, tensor in record.inputs.items()
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.ndim > 1
+        and name not in _CODED
+    }  # fmt: skip
+
+
+def _scaled_inputs(context: ComponentContext, sample: Sample) -> Iterator[FaultVariant]:
+    for name in _numbers_given(sample.record):
+        fitted = _fitted(context, sample, partial(_scaled_input, name), 1.0)
+        if fitted is not None:
+            yield fitted
+
+
+def _scaled_input(name: str, factor: float) -> FaultVariant:
+    return FaultVariant(
+        f"the input {name} is multiplied by {number(factor, 4)}",
+        with_inputs(partial(_times, name, factor)),
+    )
+
+
+def _times(name: str, factor: float, inputs: Tensors) -> Tensors:
+    # Not rounded: what multiplies it may do so in float32.
+    return {**inputs, name: (inputs[name].double() * factor).float()}
 
 
 def _input_by(name: str, of: Callable[[Tensor], Tensor], inputs: Tensors) -> Tensors:
@@ -258,7 +298,8 @@ def _of_positions(record: CallRecord) -> Iterator[FaultVariant]:
         return
     rules: list[tuple[str, Callable[[Tensor], Tensor]]] = [
         (f"{abs(by)} too {'large' if by > 0 else 'small'}", partial(torch.add, other=by))
-        for by in (1, -1, 2, -2, 3, -3, 4, -4)
+        for size in _SHIFTS
+        for by in (size, -size)
     ]
     rules += [
         ("0", torch.zeros_like),
@@ -317,7 +358,7 @@ def _on_their_way(context: ComponentContext, sample: Sample) -> Iterator[FaultVa
         if made is None or made.shape != seen.shape or not seen.is_floating_point():
             continue
         before = distance({name: seen}, {name: record.expected[name]})
-        for words, of in ways:
+        for words, of in (*_gain(seen, made), *ways):
             try:
                 stored = of(made.double()).to(seen.dtype)
             except CANNOT_RUN:
@@ -329,6 +370,21 @@ def _on_their_way(context: ComponentContext, sample: Sample) -> Iterator[FaultVa
                 )
     if CODES in record.inputs or "x" in record.inputs:
         yield from _by_partial_sums(context)
+
+
+def _gain(seen: Tensor, exact: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Yield the factor between what was seen and results that are not rounded."""
+    one, other = seen.double(), exact.double()
+    held = one.isfinite() & other.isfinite()
+    along = float(other[held].square().sum())
+    if not along:
+        return
+    factor = float((one[held] * other[held]).sum()) / along
+    error = _ROUNDING * float(one[held].norm()) / along**0.5 / max(1, int(held.sum())) ** 0.5
+    plain = simplest(factor, 3 * error)
+    for value in dict.fromkeys((plain, simplest(factor, error / 8))):
+        if value != 1:
+            yield f"multiplied by {number(value, 4)}", partial(torch.mul, other=value)
 
 
 def _through_half(factor: float, x: Tensor) -> Tensor:
@@ -410,14 +466,18 @@ def _of_config(context: ComponentContext, sample: Sample) -> Iterator[FaultVaria
     """Numbers of the config that are read here: whole ones next to their own, others fitted."""
     config = facts_at(context).config
     for path, own in _numbers_in(config):
-        if isinstance(own, int):
+        if isinstance(own, int) and own <= _COUNTED:
             for near in dict.fromkeys((own + 1, own - 1, 2 * own, own // 2)):
                 if near > 0:
                     yield _config_variant(context, path, near)
             continue
-        value = _fitted(context, sample, path, own)
-        if value is not None:
-            yield _config_variant(context, path, value)
+        fitted = _fitted(context, sample, partial(_config_variant, context, path), own)
+        if fitted is not None:
+            yield fitted
+        for other, value in _numbers_in(config):
+            alike = other.rpartition("_")[2] == path.rpartition("_")[2]
+            if alike and value > _COUNTED and value != own:
+                yield _config_variant(context, path, value)
     for each in fields(config):
         if is_dataclass(getattr(config, each.name)):
             without = with_facts(context, partial(_with_field, each.name, None))
@@ -447,17 +507,19 @@ def _config_variant(context: ComponentContext, path: str, value: float) -> Fault
     )
 
 
-def _fitted(context: ComponentContext, sample: Sample, path: str, own: float) -> float | None:
-    """Return the value of a number of the config that leaves least of the difference."""
+def _fitted(
+    context: ComponentContext, sample: Sample, of: Callable[[float], FaultVariant], own: float
+) -> FaultVariant | None:
+    """Return the variant of a number that leaves least of the difference; None where none helps."""
 
     def left(value: float) -> float:
         try:
-            return _left(context, sample, _config_variant(context, path, value))
+            return _left(context, sample, of(value))
         except (*CANNOT_RUN, DegarbleError, OverflowError, ZeroDivisionError):
             return 1.0
 
     scale = own or 1.0
-    if left(2 * scale) == left(0.5 * scale) == 1.0:
+    if left(2 * scale) == left(0.5 * scale) == left(_GRID[-1] * scale) == 1.0:
         return None  # it is not read here, or changes nothing
     known = {factor: left(factor * scale) for factor in (*_GRID, 1.0)}
     best = min(known, key=lambda factor: known[factor])
@@ -466,15 +528,19 @@ def _fitted(context: ComponentContext, sample: Sample, path: str, own: float) ->
     ranked = sorted(known)
     at = ranked.index(best)
     low, high = ranked[max(at - 1, 0)], ranked[min(at + 1, len(ranked) - 1)]
-    found = _least(lambda factor: left(factor * scale), low, high) * scale
+    if low > 0:  # factors, so steps of a logarithm
+        found = math.exp(_least(lambda e: left(math.exp(e) * scale), math.log(low), math.log(high)))
+        found *= scale
+    else:
+        found = _least(lambda factor: left(factor * scale), low, high) * scale
     least = left(found)
     if known[best] <= least:
         found, least = best * scale, known[best]
     for digits in range(1, 7):
         plain = float(f"{found:.{digits}g}")
         if left(plain) <= least * 1.1 + 1e-6:
-            return plain
-    return found
+            return of(plain)
+    return of(found)
 
 
 def _least(of: Callable[[float], float], low: float, high: float) -> float:

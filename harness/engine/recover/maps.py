@@ -28,6 +28,8 @@ MOST_MOVED = 1 << 12  # rows, or columns, that are matched
 MOST_BITS = 6  # of a mantissa that is cut
 FEWEST_CLAMPED = 3  # elements at one bound
 FEWEST_FILLED = 16  # elements of a part that holds one number
+MOST_COMPARED = 1 << 25  # numbers, for a part that holds another one's
+MOST_SOURCES = 16  # of such a part that are looked at
 FACTOR_ERRORS = 8.0  # standard errors within which factors of columns are one
 LARGE = 2.0**-6  # of the largest magnitude, at least, for a bound that clamps
 _ROUNDING = 2.0**-7
@@ -39,6 +41,7 @@ class OutputMap(NamedTuple):
     output: str
     words: str
     apply: Function
+    here: bool = False  # it speaks of rows of this call
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,18 +52,23 @@ class Sides:
     seen: Tensor  # [T, F] of float64
     right: Tensor  # [T, F] of float64
     allowed: Tensor  # [T, F]
+    loose: float = _ROUNDING  # of a number, which is nothing where numbers are codes
 
     def equal(self, one: Tensor, other: Tensor, allowed: Tensor) -> Tensor:
         """Mark numbers that are as near as roundings leave them."""
         size = torch.maximum(one.abs(), other.abs())
-        return (one - other).abs() <= torch.maximum(allowed, _ROUNDING * size)
+        near = (one - other).abs() <= torch.maximum(allowed, self.loose * size)
+        return near | (one == other) | (one.isnan() & other.isnan())
 
 
 def maps_of(sides: Sides) -> Iterator[OutputMap]:
     """Yield maps that give what was seen where they were read off; the caller proves them."""
-    if not bool(sides.seen.isfinite().all()):
-        return
-    for propose in (_filled, _gains, _moved_rows, _moved_columns, _clamped, _cut, _signs):
+    ways = [_filled, _moved_part]
+    if bool(sides.seen.isfinite().all()):
+        ways += [_gains] if sides.loose else []
+        ways += [_moved_rows, _moved_columns]
+        ways += [_clamped, _cut, _signs] if sides.loose else []
+    for propose in ways:
         found = propose(sides)
         if found is not None:
             yield found
@@ -74,7 +82,7 @@ def _moved_rows(sides: Sides) -> OutputMap | None:
 
 
 def _moved_columns(sides: Sides) -> OutputMap | None:
-    turned = Sides(sides.output, sides.seen.T, sides.right.T, sides.allowed.T)
+    turned = Sides(sides.output, sides.seen.T, sides.right.T, sides.allowed.T, sides.loose)
     return _moved_lines(turned, "column", 1)
 
 
@@ -83,7 +91,7 @@ def _moved_lines(sides: Sides, kind: str, dim: int) -> OutputMap | None:
     words = "" if places is None else moved(places, kind)
     if places is None or not words:
         return None
-    return OutputMap(sides.output, words, lambda right: _taken(right, places, dim))
+    return OutputMap(sides.output, words, lambda right: _taken(right, places, dim), here=not dim)
 
 
 def _taken(right: Tensor, places: Tensor, dim: int) -> Tensor:
@@ -155,7 +163,7 @@ def _filled(sides: Sides) -> OutputMap | None:
     part = box(wrong)
     held = sides.seen[part.index]
     value = float(held[0, 0]) + 0.0  # minus zero is told as zero
-    if not bool((held == value).all()):
+    if not bool(((held == value) | (held.isnan() if value != value else False)).all()):  # noqa: PLR0124
         return None
     (top, bottom), (left, right) = part.rows, part.columns
     count, width = sides.seen.shape
@@ -171,7 +179,50 @@ def _filled(sides: Sides) -> OutputMap | None:
         made[part.index if rows else (slice(None), slice(left, right))] = value
         return made
 
-    return OutputMap(sides.output, f"{where} hold {number(value, 4)}", filled)
+    return OutputMap(sides.output, f"{where} hold {number(value, 4)}", filled, here=bool(rows))
+
+
+def _moved_part(sides: Sides) -> OutputMap | None:
+    """Find a part, rows by columns, that holds the numbers of another part of its size."""
+    wrong = ~sides.equal(sides.seen, sides.right, sides.allowed)
+    if int(wrong.sum()) < FEWEST_FILLED:
+        return None
+    part = box(wrong)
+    (top, bottom), (left, right) = part.rows, part.columns
+    (count, width), high, wide = sides.seen.shape, bottom - top, right - left
+    if (high == count and wide == width) or count * width * wide > MOST_COMPARED:
+        return None
+    pieces = sides.right.unfold(1, wide, 1)[: count - high + 1]  # [T, F, wide]
+    line, allowed = sides.seen[top, left:right], sides.allowed[top, left:right]
+    near = sides.equal(line, pieces, allowed.expand_as(pieces)).all(-1)
+    sources = [
+        (row, column)
+        for row, column in near.nonzero().tolist()[:MOST_SOURCES]
+        if bool(sides.equal(
+            sides.seen[part.index], sides.right[row : row + high, column : column + wide],
+            sides.allowed[part.index],
+        ).all())
+    ]  # fmt: skip
+    if not sources or not bool(sides.seen[part.index].any()):
+        return None
+    row, column = min(sources, key=lambda each: abs(each[0] - top) + abs(each[1] - left))
+    shape, everywhere = sides.seen.shape, high == count
+
+    def moved_part(x: Tensor) -> Tensor:
+        made = x.clone()
+        if everywhere:
+            made[:, left:right] = x[:, column : column + wide]
+        elif x.shape == shape:
+            made[part.index] = x[row : row + high, column : column + wide]
+        return made
+
+    rows = "" if everywhere else f"rows {top} to {bottom - 1}, "
+    of = "" if everywhere or row == top else f"rows {row} to {row + high - 1}, "
+    words = (
+        f"{rows}columns {left} to {right - 1} hold the numbers of {of}columns {column} to"
+        f" {column + wide - 1}"
+    )
+    return OutputMap(sides.output, words, moved_part, here=not everywhere)
 
 
 def _gains(sides: Sides) -> OutputMap | None:

@@ -123,7 +123,9 @@ def readings(form: NumberFormat) -> tuple[Named, ...]:
         if other != form
     ]
     for step, words in ((1, "one code too large"), (-1, "one code too small")):
-        found.append(Named(words, partial(_read, table=own.roll(-step))))
+        beside = own.roll(-step)
+        kept = beside.isfinite() & ((beside - own).sign() == step * (own + beside).sign())
+        found.append(Named(words, partial(_read, table=torch.where(kept, beside, own))))
     return tuple(found)
 
 

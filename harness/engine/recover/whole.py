@@ -55,10 +55,15 @@ def causes_in_operands(
     yield from _in_weights(context, wrong)
     yield from _in_input(context, record, wrong)
     if len(record.rows) > 1:  # rows of one call may have met others' of the same call
-        alone = max(calls_in(record), key=_height)
+        alone = largest_call(record)
         some = [view for view in views_of(context, alone) if bool(view.wrong.any())]
         if some:
             yield from _in_input(context, alone, some)
+
+
+def largest_call(record: CallRecord) -> CallRecord:
+    """Return the call with most rows, where several are joined."""
+    return max(calls_in(record), key=_height)
 
 
 def _height(record: CallRecord) -> int:
