@@ -134,7 +134,7 @@ def _by_weights(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
     if fit is None:
         return None
     lines = [
-        f"{each.name}, row {row.row}: {_changes(row, each.name)}"
+        f"{each.name}, row {row.row}: {_changes(row, each.name)}{_bytes(row)}"
         for each in found
         for row in each.rows
     ]
@@ -281,6 +281,13 @@ def _changes(row: RecoveredRow, name: str) -> str:
                 parts.append(f"is multiplied by {number(factor, 4)}" if factor else "is left out")
     several = f", or of {row.others} others that explain it as well" if row.others else ""
     return f"{' and '.join(parts)}{several}"
+
+
+def _bytes(row: RecoveredRow) -> str:
+    """Say which bytes of the codes these are, for whoever compares memory with the file."""
+    held = [each.byte for each in row.changes if isinstance(each, Element)]
+    known = [byte for byte in held if byte is not None]
+    return f"; byte {' and '.join(map(str, known))} of its codes" if known else ""
 
 
 def _element_words(change: Element) -> str:

@@ -268,7 +268,8 @@ def _blocks_of_scales(of: Callable[[int], Tensor], held: Quantised) -> Tensor:
 
 def _blocks_moved(of: Callable[[int], Tensor], held: Quantised, _scales: Tensor) -> Tensor:
     count = held.scales.shape[1]
-    return held.codes.unflatten(1, (count, -1))[:, of(count)].flatten(1)
+    moved: Tensor = held.codes.unflatten(1, (count, -1))[:, of(count)].flatten(1)
+    return moved
 
 
 def _scale_ways(held: Quantised, seen: Tensor) -> Iterator[tuple[str, Scales]]:

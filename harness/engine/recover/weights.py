@@ -49,6 +49,7 @@ class Element(NamedTuple):
     used_code: int | None = None
     as_well: tuple[int, ...] = ()  # codes that outputs do not tell from the used one
     error: float = 0.0  # two standard errors of the used value, where it is no code
+    byte: int | None = None  # the offset of its first byte in the codes
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -376,14 +377,16 @@ def _element(
     wanted, slack = stored + delta, NEAR * error + ROUNDED * abs(delta)
     if weight.is_quantised:
         tensor = weight.quantised()
-        scale = _scale_at(tensor, row, column)
-        numbers, code = _values(tensor.format.element) * scale, None
-        if tensor.zero_point is None:
-            code = int(tensor.element_codes()[row, column])
+        numbers = _values(tensor.format.element)
+        if tensor.zero_point is not None:
+            numbers = numbers - _at(tensor, tensor.zero_point.double(), row, column)
+        numbers = numbers * _scale_at(tensor, row, column)
+        code = int(tensor.element_codes()[row, column])
     else:
-        code, numbers = _plain_codes(weight, row, column)
-    if code is None:
-        return Element(column, stored, wanted, error=2 * error)
+        plain, numbers = _plain_codes(weight, row, column)
+        if plain is None:
+            return Element(column, stored, wanted, error=2 * error)
+        code = plain
     # Of codes that fit, the one with fewest other bits; a code of the same number is no change.
     far = (numbers - wanted).abs().nan_to_num(torch.inf)
     fitting = [each for each in (far <= slack).nonzero().flatten().tolist()
@@ -394,12 +397,25 @@ def _element(
     ranked = sorted(codes, key=lambda each: ((each ^ code).bit_count(), float(far[codes[each]])))
     fewest = [c for c in ranked if (c ^ code).bit_count() == (ranked[0] ^ code).bit_count()]
     value = float(numbers[codes[ranked[0]]])
-    return Element(column, stored, value, code, ranked[0], tuple(fewest[1:]))
+    byte = _byte_of(weight, row, column)
+    return Element(column, stored, value, code, ranked[0], tuple(fewest[1:]), byte=byte)
+
+
+def _at(tensor: QuantisedTensor, of_blocks: Tensor, row: int, column: int) -> float:
+    return float(spread_blocks(tensor, of_blocks, torch.tensor([row]))[0, column])
 
 
 def _scale_at(tensor: QuantisedTensor, row: int, column: int) -> float:
-    scales = spread_blocks(tensor, scale_numbers(tensor).double(), torch.tensor([row]))
-    return float(by_tensor_scale(scales, tensor)[0, column])
+    scale = torch.tensor([[_at(tensor, scale_numbers(tensor).double(), row, column)]])
+    return float(by_tensor_scale(scale.double(), tensor))
+
+
+def _byte_of(weight: Weight, row: int, column: int) -> int:
+    """Return the offset of an element's first byte in what is stored of a matrix."""
+    at = row * weight.shape[1] + column
+    if weight.is_quantised:
+        return at // 2 if weight.quantised().nibble_order is not None else at
+    return at if weight.value is None else at * weight.value.itemsize
 
 
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
