@@ -2,7 +2,8 @@
 
     python -m degarble.suites.campaigns.flipped_bits [--count N]
 
-Planted into the small V4 (NVFP4) and into a tiny Llama of transformers (NVFP4, FP8, INT8, INT4). At least 8 rows have to reach the element: their outputs in its row differ by more than a healthy
+Planted into the small V4 (NVFP4) and a tiny Llama of transformers (NVFP4, FP8, INT8, INT4). At
+least 8 rows have to reach the element: their outputs in its row differ by more than a healthy
 kernel may be off. Of V4 exactly 8 such rows are kept. Outcomes: `ok`; `place`, row and column are
 told, the value without its code or with another one that fits as well; `silent`; `false`, another
 place is told; `unseen`, fewer rows reach it.
@@ -64,8 +65,8 @@ def _cut(record: CallRecord, rows: Tensor) -> CallRecord:
     def side(tensors: Any) -> dict[str, Tensor]:
         return {name: x[rows] if x.ndim else x for name, x in tensors.items()}
 
-    cut = {name: side(getattr(record, name)) for name in ("inputs", "outputs", "expected")}
-    return replace(record, **cut, rows=(), owners=())
+    inputs, outputs, expected = map(side, (record.inputs, record.outputs, record.expected))
+    return replace(record, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=())
 
 
 def in_v4(drawn: random.Random) -> tuple[str, str]:
@@ -108,10 +109,11 @@ def in_llama(run: str, drawn: random.Random) -> tuple[str, str]:
 
     origins = judged("llama", run, plant).origins
     known = [each for each in origins if each.component == f"layers.{AT}.{path}"]
-    if not known or known[0].record is None:
+    record = known[0].record if known else None
+    if record is None:
         return "unseen", path
     origin = known[0]
-    calls = together(origin.context, [origin.record, *origin.more])
+    calls = together(origin.context, [record, *origin.more])
     calls = sorted(calls, key=lambda call: call is not most_telling(calls))
     if len(reaching(origin.context, calls[0], row)) < ROWS:
         return "unseen", path

@@ -20,7 +20,8 @@ from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.faults.regions import expert_of, extents, matrices
 from degarble.harness.engine.faults.weight_faults import numbers_of
-from degarble.references.linears import CODES, X, activation_values
+from degarble.references.linears import CODES, X, activation_values, weight_values
+from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,7 +76,7 @@ def views_of(context: ComponentContext, record: CallRecord) -> Iterator[ProductV
         budgets = budgets_of(call)
     except DegarbleError:
         return
-    x = activation_values(call.inputs, call.activation, torch.float64)
+    x = activation_values(call.inputs, call.activation, torch.float64, context.bound.numerics)
     flat = x.flatten(0, -2)
     for name, output, rows, columns, at in _places(context, record, flat):
         seen, expected = record.outputs.get(output), record.expected[output]
@@ -84,12 +85,22 @@ def views_of(context: ComponentContext, record: CallRecord) -> Iterator[ProductV
         slack = budgets[output].slack.double().expand(expected.shape)
         cut = [each.double().flatten(0, -2)[rows][:, columns] for each in (seen, expected, slack)]
         weight = context.weights[name]
-        yield from _in_groups(name, weight, (flat[at], at), cut, budgets[output].output)
+        numbers = _multiplied(context, weight)
+        yield from _in_groups(name, weight, numbers, (flat[at], at), cut, budgets[output].output)
+
+
+def _multiplied(context: ComponentContext, weight: Weight) -> Tensor:
+    """Return a weight's numbers as the run multiplies them: a run may round decoded ones."""
+    numerics = context.bound.numerics
+    if numerics.operands is DecodedOperands.EXACT or not weight.is_decoded:
+        return numbers_of(weight).double()
+    return weight_values(weight, torch.float64, numerics)
 
 
 def _in_groups(
     name: str,
     weight: Weight,
+    w_NK: Tensor,
     given: tuple[Tensor, Tensor],
     cut: Sequence[Tensor],
     stored: ElementFormat,
@@ -97,7 +108,6 @@ def _in_groups(
     """Yield the view of a weight, or of each group of its rows that has inputs of its own."""
     seen, expected, slack = cut
     inputs, at = given
-    w_NK = numbers_of(weight).double()
     groups = inputs.shape[1] // w_NK.shape[-1] if w_NK.ndim == 2 and w_NK.numel() else 0
     fits = groups and inputs.shape[1] == groups * w_NK.shape[1] and w_NK.shape[0] % groups == 0
     if len(seen) < FEWEST_ROWS or not fits or seen.shape[1] != w_NK.shape[0]:

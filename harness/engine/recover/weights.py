@@ -374,7 +374,9 @@ def _element(
     row, column = at
     delta, error = fit
     stored = float(w_NK[row, column])
-    wanted, slack = stored + delta, NEAR * error + ROUNDED * abs(delta)
+    wanted = stored + delta
+    # A run may round what it decodes to BF16.
+    slack = NEAR * error + ROUNDED * (abs(delta) + abs(wanted) + abs(stored))
     if weight.is_quantised:
         tensor = weight.quantised()
         numbers = _values(tensor.format.element)
@@ -390,7 +392,7 @@ def _element(
     # Of codes that fit, the one with fewest other bits; a code of the same number is no change.
     far = (numbers - wanted).abs().nan_to_num(torch.inf)
     fitting = [each for each in (far <= slack).nonzero().flatten().tolist()
-               if float(numbers[each]) != stored]  # fmt: skip
+               if abs(float(numbers[each]) - stored) > abs(delta) / 4]  # fmt: skip
     codes = {each if weight.is_quantised else code ^ (1 << each): each for each in fitting}
     if not codes:
         return Element(column, stored, wanted, error=2 * error)
