@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, ConversionJob, prove
+from degarble.harness.checkpoint.transform.convert.job import (
+    CONVERSIONS,
+    OF_INTEGERS,
+    ConversionJob,
+    prove,
+)
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import Manifest
 from degarble.harness.cli.commands.checkpoints import TARGETS
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def test_the_command_offers_every_conversion() -> None:
-    assert set(TARGETS) == set(CONVERSIONS)
+    assert set(TARGETS) == {*CONVERSIONS, *OF_INTEGERS}
 
 
 @pytest.mark.parametrize(

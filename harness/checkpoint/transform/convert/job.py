@@ -34,6 +34,11 @@ from degarble.harness.checkpoint.transform.convert.formats import (
     to_nvfp4,
     to_nvfp4_lossless,
 )
+from degarble.harness.checkpoint.transform.convert.integers import (
+    SCHEMES,
+    stated_integers,
+    to_scheme,
+)
 from degarble.harness.checkpoint.transform.convert.vllm import to_fused_compressor, to_vllm
 from degarble.harness.checkpoint.transform.pipeline import Transform
 from degarble.harness.checkpoint.transform.units import (
@@ -125,11 +130,26 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
 )
 
 
+# Of models without tables, whose linears alone are known.
+OF_INTEGERS: Mapping[str, Conversion] = MappingProxyType(
+    {
+        name: Conversion(
+            name,
+            f"integers by group, value for value, as in {scheme.exporters}",
+            (),
+            partial(to_scheme, name),
+        )
+        for name, scheme in SCHEMES.items()
+    }
+)
+
+
 def conversion_named(name: str) -> Conversion:
     """Return a conversion by name; an unknown name raises with the nearest known ones."""
-    if name not in CONVERSIONS:
-        raise UnknownName.among("conversion", name, CONVERSIONS)
-    return CONVERSIONS[name]
+    known = {**CONVERSIONS, **OF_INTEGERS}
+    if name not in known:
+        raise UnknownName.among("conversion", name, known)
+    return known[name]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -338,6 +358,12 @@ def _configs(job: ConversionJob) -> dict[str, bytes]:
     raw.pop("quantization_config", None)
     model, names = job.checkpoint.model, job.checkpoint.names
     if model is None or names is None:
+        if job.to in SCHEMES:
+            return {
+                CONFIG: _json(
+                    raw | {"quantization_config": stated_integers(job.checkpoint, job.to)}
+                )
+            }
         kept = job.checkpoint.quantisation.get(CONFIG)
         return {CONFIG: _json(raw | ({"quantization_config": kept} if kept and job.copied else {}))}
     layout = layout_named("vllm", model) if job.conversion.whole else job.names.layout
