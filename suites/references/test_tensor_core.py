@@ -516,7 +516,7 @@ def patched(name: str, function: Callable[..., Any]) -> Plant:
     return plant
 
 
-def nearest(total: Tensor, exponent: Tensor) -> Tensor:
+def nearest(total: Tensor, exponent: Tensor, _kept_bits: int) -> Tensor:
     return (total.double() * torch.exp2(exponent.double())).float() + 0.0
 
 
