@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from degarble.references.traced.trace import Boundary, ModuleExit, TracedTensor
 
 
+_CACHES = ("past_key_values", "cache_params")
+
+
 class TracedRecorder:
     """Feeds a recorder with the component calls of a transformers model."""
 
@@ -96,14 +99,14 @@ class TracedRecorder:
             self.install(model, stack)
             yield
 
-    def _begin(self, _model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = named.get("input_ids", args[0] if args else None)
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             raise InvalidArgument(
                 "input_ids", type(ids).__name__, "token ids [batch, time]",
                 "Call the model with its tokens.",
             )  # fmt: skip
-        cache = named.get("past_key_values")
+        cache = named.get(cache_argument(model))
         self._past = self._length_of(cache)
         self._shape = batch, time = ids.shape[0], ids.shape[1]
         positions = list(range(self._past, self._past + time)) * batch
@@ -314,6 +317,12 @@ class TracedRecorder:
             self._take(self._graph.trace.logits.number, logits)
         self._send()
         self._values.clear()
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name under which a model takes and returns its cache: Mamba has its own."""
+    named = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHES if name in named), _CACHES[0])
 
 
 def _counted(graph: Graph) -> Counter[int]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from degarble.harness.base.errors import NotBuilt
-from degarble.harness.capture.traced import TracedRecorder
+from degarble.harness.capture.traced import TracedRecorder, cache_argument
 from degarble.harness.inference.model import LogitsModel
 from degarble.harness.inference.traced import meta_model
 from degarble.harness.model.family import family_of
@@ -53,6 +53,7 @@ class TransformersModel(LogitsModel):
     def __init__(self, bound: TracedModel, recorder: Recorder, *, held: bool) -> None:
         super().__init__(bound)
         self._model: Any = _FilledModel(bound, held=held).model
+        self._cache = cache_argument(self._model)
         self._recorder = recorder
         self._runs: dict[int, _SequenceRun] = {}
 
@@ -62,12 +63,18 @@ class TransformersModel(LogitsModel):
 
     def _next(self, sequence: Sequence, new: Tensor) -> Tensor:
         run = self._run_of(sequence)
+        if sequence.length and run.cache is None:
+            raise NotBuilt(
+                "--backend transformers", type(self._model).__name__,
+                "a model that returns a cache, so that its run can go on",
+                "Capture the prompt alone: --max-new-tokens 1.",
+            )  # fmt: skip
         with torch.inference_mode(), run.recorder.watching(self._model):
             made = self._model(
-                input_ids=new[None], past_key_values=run.cache, use_cache=True,
+                input_ids=new[None], use_cache=True, **{self._cache: run.cache},
                 **self._positions(sequence.length, len(new)),
             )  # fmt: skip
-        run.cache = getattr(made, "past_key_values", None)
+        run.cache = getattr(made, self._cache, None)
         sequence.length += len(new)
         logits: Tensor = made.logits[0, -1]
         return logits

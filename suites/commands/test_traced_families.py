@@ -67,7 +67,9 @@ def test_every_command_runs_and_a_healthy_run_agrees(
         assert made.status == 0, made.err
         found = checked(capsys, folder, source)
         assert found["verdict"] == "AGREES", found["origins"]
-        texts.append(Capture.open(folder).facts["sequences"][0])
+        run = Capture.open(folder)
+        assert [step.positions[-1] for step in run.steps] == [23, 24, 25]
+        texts.append(run.facts["sequences"][0])
     # transformers rounds elsewhere, so it may choose another token at a near tie.
     assert texts[0]["new"] == said["texts"][0]["tokens"]
     assert len(texts[1]["new"]) == len(texts[0]["new"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.capture.recorder import MemoryRun, Recorder
-from degarble.harness.capture.traced import recording
+from degarble.harness.capture.traced import cache_argument, recording
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.numerics import Numerics
@@ -33,18 +33,18 @@ def prompt(config: Any, device: str = "cpu", seed: int = 1) -> Tensor:
 
 def recorded(model: Any, config: Any, ids: Tensor, steps: int = 2) -> MemoryRun:
     """Record a prefill and decoding steps."""
-    run = MemoryRun({})
+    run, name = MemoryRun({}), cache_argument(model)
     with torch.inference_mode(), recording(model, config, Recorder(run)):
         out = model(input_ids=ids, use_cache=True)
         for step in range(steps):
-            cache = getattr(out, "past_key_values", None)
+            cache = getattr(out, name, None)
             if cache is None:
                 break
             new, at = out.logits[:, -1].argmax(-1, keepdim=True), {}
             # Bamba forgets the length of its cache where it counts positions itself.
             if "position_ids" in inspect.signature(model.forward).parameters:
                 at["position_ids"] = torch.full(new.shape, ids.shape[1] + step).to(ids.device)
-            out = model(input_ids=new, past_key_values=cache, use_cache=True, **at)
+            out = model(input_ids=new, **{name: cache}, use_cache=True, **at)
     return run
 
 
