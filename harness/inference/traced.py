@@ -35,7 +35,7 @@ from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.model.types import Kind
 from degarble.references.traced.family import (
     TracedConfig,
-    cache_scales,
+    cached_heads,
     logical_name,
     transformers_config,
 )
@@ -175,16 +175,15 @@ class TracedWeights(Mapping[str, "Weight"]):
         self.converted.require_complete()
         self._names = {logical_name(name): name for name in self.converted}
         stored = {logical_name(name): at for name, at in self.converted.cache_scales.items()}
-        graph = config.graph
-        scales = (name for each in graph.components for name in cache_scales(config, each))
-        self._cache = {name: stored.get(name) for name in scales}
+        heads = cached_heads(config)
+        self._cache = {name: (stored.get(name), count) for name, count in heads.items()}
         self.read = 0  # bytes of all weights that were read
         self._unreleased = 0  # bytes of them whose pages may still lie in memory
         self.on_read: Callable[[int, str], None] | None = None  # with each weight's size and name
 
     def __getitem__(self, name: str) -> Weight:
         if name in self._cache:
-            return self._cache_scale(self._cache[name])
+            return self._cache_scale(*self._cache[name])
         if name not in self._names:
             raise KeyError(name) from unknown_name("parameter", name, self._names)
         own = self._names[name]
@@ -205,15 +204,15 @@ class TracedWeights(Mapping[str, "Weight"]):
     def __len__(self) -> int:
         return len(self._names) + len(self._cache)
 
-    def _cache_scale(self, entry: str | None) -> Weight:
-        """Return the scale of keys or values; engines take 1 where none is stored."""
+    def _cache_scale(self, entry: str | None, heads: int) -> Weight:
+        """Return the scales of keys or values; engines take 1 where none is stored."""
         scale = torch.ones(()) if entry is None else self._checkpoint.tensor(entry).float()
-        if scale.numel() != 1:
+        if scale.numel() not in {1, heads}:
             raise ShapeMismatch(
-                str(entry), list(scale.shape), "one number for all heads",
-                "Quantise the cache by one scale a layer; scales of heads have no reference.",
+                str(entry), list(scale.shape), f"one number, or one for each of {heads} heads",
+                "Quantise the cache by one scale a layer or a head.",
             )  # fmt: skip
-        return Weight(value=scale.reshape(()))
+        return Weight(value=scale.reshape(() if scale.numel() == 1 else -1))
 
     def single(self, name: str) -> str | None:
         """Return the stored module that holds a parameter alone and as it is; None without one."""

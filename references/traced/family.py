@@ -392,6 +392,24 @@ def cache_scales(config: TracedConfig, traced: TracedComponent) -> tuple[str, ..
     )
 
 
+def cached_heads(config: TracedConfig) -> dict[str, int]:
+    """Return how many heads share each cache, by our names of its scales."""
+    graph = config.graph
+    return {
+        logical_name(cache_scale(part.module, side)): graph.trace.tensors[ref.number].shape[1]
+        for each in graph.components
+        for part in (each.parts if isinstance(each, ComponentSpan) else (each,))
+        if config.cache and part.kind is BoundaryKind.CACHE
+        for side, ref in part.inputs.items()
+    }
+
+
+def cache_quantiser(config: TracedConfig, scale: Tensor) -> InputQuantiser:
+    """Return how rows of keys or values [T, G, D] are cached, by one scale or one a head."""
+    own = scale.reshape(()) if scale.numel() == 1 else scale.reshape(1, -1)
+    return InputQuantiser(config.cache, own)
+
+
 # --------------------------------------------------------------------------------------------------
 # Calls
 
@@ -530,7 +548,7 @@ class ComponentParameters:
         scale = self._weights.get(self._local(cache_scale(module, side)))
         if scale is None or facts.numerics.exact or not facts.numerics.switches.cache_quantised:
             return None
-        return InputQuantiser(facts.config.cache, scale.values(torch.float32).reshape(()))
+        return cache_quantiser(facts.config, scale.values(torch.float32))
 
     def _weight(self, name: str) -> Weight:
         if name not in self._read:

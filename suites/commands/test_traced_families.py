@@ -190,6 +190,29 @@ def test_bad_input_is_refused_by_name(capsys: Capsys, tmp_path: Path, case: str)
     assert not (tmp_path / "capture").exists()
 
 
+def test_a_cache_with_a_scale_for_each_head_is_read(capsys: Capsys, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "llama", "llama")
+    scheme = {"num_bits": 8, "type": "int", "strategy": "attn_head", "dynamic": False}
+    stated = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    _config(source, quantization_config={**stated, "kv_cache_scheme": scheme})
+    scales = torch.tensor([0.04, 0.06]).reshape(2, 1, 1)
+    names = [f"model.layers.{layer}.self_attn.{side}_scale" for layer in (0, 1) for side in "kv"]
+    _tensors(source, lambda held: held.update({name: scales.clone() for name in names}))
+    assert captured(capsys, source, tmp_path / "capture").status == 0
+    assert checked(capsys, tmp_path / "capture", source)["verdict"] == "AGREES"
+    run = Capture.open(tmp_path / "capture")
+    (call_, *_) = [each for each in run.calls if each.component == "layers.1.self_attn.cache"]
+    given, made = run.inputs(call_)["key"].float(), run.outputs(call_)["key"].float()
+    by_head = scales.reshape(1, 2, 1)
+    assert torch.equal(made, ((given / by_head).round() * by_head).bfloat16().float())
+    assert not torch.equal(given, made)
+    held = {name: each.clone() for name, each in load_file(source / "model.safetensors").items()}
+    save_file({**held, names[0]: torch.ones(3, 1, 1)}, source / "model.safetensors")
+    refused = captured(capsys, source, tmp_path / "other")
+    assert refused.status == 2
+    assert "each of 2 heads" in refused.err
+
+
 def test_a_capture_of_another_model_is_refused(capsys: Capsys, tmp_path: Path, llama: Path) -> None:
     other = write_checkpoint(tmp_path / "qwen3", "qwen3")
     captured(capsys, llama, tmp_path / "capture")

@@ -720,19 +720,26 @@ class InputFormats:
         return None
 
 
+# The formats of cached keys and values: of ModelOpt's algorithms, of compressed-tensors' schemes.
+_CACHES_OF_ALGORITHMS = {"FP8": _ROWS, "INT8": "INT8_ROW", "NVFP4": "NVFP4"}
+_CACHES_OF_SCHEMES: Mapping[tuple[Any, Any], str] = {(8, "float"): _ROWS, (8, "int"): "INT8_ROW"}
+_CACHE_STRATEGIES = frozenset({None, "tensor", "attn_head"})
+
+
 def cache_format(configs: Iterable[Mapping[str, Any]]) -> str:
     """Return the format in which keys and values are cached by stored scales; empty for none.
 
-    Scales of each head, and caches in other formats, have no reference.
+    Caches with zero points, and with scales that are computed anew, have no reference.
     """
     for raw in configs:
-        if str(raw.get("kv_cache_quant_algo")).upper() == "FP8":
-            return _ROWS
+        algorithm = str(raw.get("kv_cache_quant_algo")).upper()
+        if algorithm in _CACHES_OF_ALGORITHMS:
+            return _CACHES_OF_ALGORITHMS[algorithm]
         stated = raw.get("kv_cache_scheme")
-        if isinstance(stated, dict) and not stated.get("dynamic"):
-            whole = stated.get("strategy", "tensor") in {None, "tensor"}
-            if whole and (stated.get("num_bits"), stated.get("type")) == (8, "float"):
-                return _ROWS
+        if isinstance(stated, dict) and not stated.get("dynamic") and stated.get("symmetric", True):
+            form = _CACHES_OF_SCHEMES.get((stated.get("num_bits"), stated.get("type")))
+            if form is not None and stated.get("strategy") in _CACHE_STRATEGIES:
+                return form
     return ""
 
 

@@ -25,7 +25,7 @@ from degarble.harness.engine.budget.rules import (
     summed,
 )
 from degarble.harness.engine.budget.running_errors import RunningErrors
-from degarble.harness.formats.number_formats import FP32
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, FP32
 from degarble.harness.report.number_text import number
 from degarble.references.linears import CODES, matrix_parts, weight_rows, weight_values
 from degarble.references.numerics import DecodedOperands
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _RUNS = 8  # of a recurrent component with perturbed operations
 _SPREAD = 6  # standard deviations allowed, since so few runs are measured
 _CHUNK = 64  # tokens that a chunk sums at least
+_DECODED = 2 * U  # a run may round the product of both scales, and then that with a code
 _PART = 1 << 20  # elements of a matrix widened at once: they stay in a processor's cache
 
 
@@ -78,6 +79,8 @@ class _Tracked(Roundings):
         with _disable_current_modes():
             made = quantiser(value)
             bound = quantised_bound(quantiser, BoundedValue(value, errors.of(value)))
+            if BLOCK_FORMATS[quantiser.format].tensor_scale:
+                bound = bound + _DECODED * made.abs()
         errors.note(made, bound)
         return made
 

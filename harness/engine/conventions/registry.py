@@ -211,8 +211,8 @@ _ROUNDINGS = (
     ),
     Convention(
         "cache_quantised",
-        "keys and values that the checkpoint has cached in FP8",
-        {True: "cached in FP8", False: "cached as they are"},
+        "keys and values that the checkpoint has quantised in its cache",
+        {True: "cached as it states", False: "cached as they are"},
         _roles("traced.cache"),
     ),
     Convention(

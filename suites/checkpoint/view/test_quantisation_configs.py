@@ -16,6 +16,7 @@ from degarble.harness.checkpoint.view.quantisation_configs import (
     FP8_BLOCKS,
     HF_QUANT_CONFIG,
     Promise,
+    cache_format,
     config_files,
     quantisation,
     statements,
@@ -326,3 +327,26 @@ def test_block_sizes_are_collected_from_every_place() -> None:
         ((16,), "NVFP4"),
         ((16,), "NVFP4"),
     ]
+
+
+_CACHES: list[tuple[dict[str, Any], str]] = [
+    ({"kv_cache_quant_algo": "FP8"}, "FP8_ROW"),
+    ({"kv_cache_quant_algo": "INT8"}, "INT8_ROW"),
+    ({"kv_cache_quant_algo": "NVFP4"}, "NVFP4"),
+    ({"kv_cache_quant_algo": "NVFP4_AFFINE"}, ""),  # with zero points
+    ({"kv_cache_quant_algo": None}, ""),
+    ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "FP8_ROW"),
+    ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}}, "FP8_ROW"),
+    ({"kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"}}, "INT8_ROW"),
+    ({"kv_cache_scheme": {"num_bits": 8, "type": "int", "symmetric": False}}, ""),
+    ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}}, ""),
+    ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "token"}}, ""),
+    ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, ""),
+]
+
+
+@pytest.mark.parametrize(("raw", "form"), _CACHES)
+def test_the_format_of_a_cache_is_read_where_its_scales_are_stored(
+    raw: dict[str, Any], form: str
+) -> None:
+    assert cache_format([{}, raw]) == form

@@ -35,10 +35,9 @@ from degarble.references.linears import (
     CODES,
     TENSOR_SCALE,
     X_LOOSE,
-    InputQuantiser,
     X,
 )
-from degarble.references.traced.family import by_sequence
+from degarble.references.traced.family import by_sequence, cache_quantiser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -277,6 +276,13 @@ def _cache_variants(context: ComponentContext) -> Iterator[FaultVariant]:
             (f"the reciprocal of {name}", scale.reciprocal()),
         ):
             yield _cached_by(context, words, {name: Weight(value=made)})
+        if scale.numel() > 1:
+            for words, made in (
+                (f"{name} of the next head", scale.roll(-1)),
+                (f"{name} of the first head for all", scale[:1].expand_as(scale)),
+                (f"the largest {name} for all heads", scale.amax().expand_as(scale)),
+            ):
+                yield _cached_by(context, words, {name: Weight(value=made)})
         side = "key" if name.endswith("k_scale") else "value"
         yield _read_by(context, (side, name), torch.ones(()), f"{side}s read without their scale")
         for second, another in held.items():
@@ -310,8 +316,9 @@ def _read_by(
 ) -> FaultVariant:
     """Write new rows by their own scale, and read them by another; earlier ones were read so."""
     side, name = place
-    facts, own = traced_facts(context), context.weights[name].values(torch.float32).reshape(())
-    quantiser = InputQuantiser(facts.config.cache, own)
+    facts = traced_facts(context)
+    quantiser = cache_quantiser(facts.config, context.weights[name].values(torch.float32))
+    other = read if read.numel() == 1 else read.reshape(1, -1, 1)
 
     def change(inputs: Tensors, outputs: Tensors) -> Tensors:
         made = []
@@ -319,11 +326,12 @@ def _read_by(
         for (given, _), span in zip(sequences, spans_of(inputs), strict=True):
             rows = given[side].double()
             codes = quantiser.codes(rows[-span.count :])
-            codes[BLOCK_SCALE] = torch.full_like(codes[BLOCK_SCALE], float(read))
+            scale = TENSOR_SCALE if TENSOR_SCALE in codes else BLOCK_SCALE
+            codes[scale] = other.float().expand_as(codes[scale]).clone()
             made += [rows[: -span.count], quantiser.values(codes)]
         return {**outputs, side: torch.cat(made).to(outputs[side].dtype)}
 
-    return variant_of(context, words, with_outputs(change), scale=float(read))
+    return variant_of(context, words, with_outputs(change), scale=float(read.max()))
 
 
 TRACED_INPUT_FAULTS = (
