@@ -289,6 +289,16 @@ class _Elements(NamedTuple):
             values = values.repeat_interleave(rows, 0)[: len(codes)]
         return cls(codes, values, extent)
 
+    @classmethod
+    def of_numbers(cls, numbers: Tensor, scale: Tensor) -> _Elements | None:
+        """Return an operand of what codes stand for, with a scale for each."""
+        codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+        for extent in (codes.shape[1], STAGE):
+            scales = scale[:, ::extent]
+            if torch.equal(scales.repeat_interleave(extent, 1)[:, : codes.shape[1]], scale):
+                return cls(codes, scales, extent)
+        return None
+
 
 def short_summed(
     inputs: Mapping[str, Tensor], format_name: str | None, weight: Weight, numerics: Numerics
@@ -301,6 +311,21 @@ def short_summed(
     a = _Elements.of(inputs[CODES], inputs[BLOCK_SCALE], BLOCK_FORMATS[format_name])
     w = weight.quantised()
     b = _Elements.of(w.codes, w.block_scale, w.format)
+    return None if a is None or b is None else _short_sums(a, b, numerics)
+
+
+def short_summed_entry(
+    x: Tensor, quantiser: InputQuantiser, weight: Weight, number: int, numerics: Numerics
+) -> Tensor | None:
+    """Return `x @ w.T` of one matrix of a stack as a tensor core sums FP8; None where none does."""
+    if numerics.code_sums is CodeSums.FLOAT32:
+        return None
+    elements = weight.elements(slice(number, number + 1))
+    if elements is None:
+        return None
+    given = quantiser.codes(x)
+    a = _Elements.of(given[CODES], given[BLOCK_SCALE], BLOCK_FORMATS[quantiser.format])
+    b = _Elements.of_numbers(elements[0][0], elements[1][0])
     return None if a is None or b is None else _short_sums(a, b, numerics)
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats.quantise import QuantisedTensor, dequantise
+from degarble.harness.formats.number_formats import E4M3
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise, spread_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,6 +169,19 @@ class Weight:
         cut = self.quantised().rows(part)
         return self.values(dtype)[part] if cut is None else self._as_multiplied(cut, dtype)
 
+    def elements(self, part: slice) -> tuple[Tensor, Tensor] | None:
+        """Return what codes of FP8 stand for in a part of the first axis, and the scale of each.
+
+        None of every other format.
+        """
+        if self.storage is None or self.storage.format.element is not E4M3:
+            return None
+        cut = self.quantised().rows(part)
+        if cut is None or cut.tensor_scale is not None or self.channel_scale is not None:
+            return None
+        numbers = cut.codes.view(torch.float8_e4m3fn).float()
+        return numbers, spread_blocks(cut, cut.scale_values())
+
     def _decode(self, dtype: torch.dtype) -> Tensor:
         held = self._plain() if self.storage is None else self.quantised()
         return self._as_multiplied(held, dtype)
@@ -193,13 +207,17 @@ class Weight:
 class DerivedWeight(Weight):
     """A weight whose values follow from others: stacked, joined, transposed.
 
-    `make` computes them in a dtype, `make_rows` a part of the first axis, where it can;
+    `make` computes them in a dtype, `make_rows` a part of the first axis, where it can, and
+    `make_elements` what `elements` returns of it;
     `from_codes` says whether any of the others is quantised.
     """
 
     make: Callable[[torch.dtype], Tensor] = field(kw_only=True)
     extents: tuple[int, ...] = field(kw_only=True)
     make_rows: Callable[[slice, torch.dtype], Tensor] | None = field(default=None, kw_only=True)
+    make_elements: Callable[[slice], tuple[Tensor, Tensor] | None] = field(
+        default=lambda _part: None, kw_only=True
+    )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -211,6 +229,10 @@ class DerivedWeight(Weight):
         if self.make_rows is None:
             return self.values(dtype)[part]
         return self.make_rows(part, dtype)
+
+    def elements(self, part: slice) -> tuple[Tensor, Tensor] | None:
+        """Return what codes of FP8 stand for in a part of the first axis, and the scale of each."""
+        return self.make_elements(part)
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
         # Values made in inference mode would not be kept.

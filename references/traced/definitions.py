@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from degarble.harness.base.errors import NotBuilt
 from degarble.references.traced.attention import SINK, attended
@@ -308,9 +308,15 @@ def _product(
     x: Tensor,
     stored: _Steps,
 ) -> Tensor:
-    weight = parameter.entry(name, expert)
-    x = stored.quantised(x, parameter.quantiser(name, expert))
-    made = stored(x @ (weight if module.is_transposed else weight.T))
+    weight, quantiser = parameter.entry(name, expert), parameter.quantiser(name, expert)
+    made = stored.quantised(x, quantiser) @ (weight if module.is_transposed else weight.T)
+    if quantiser is not None and not module.is_transposed:
+        # Errors are those of the product above, so what a tensor core adds to it has none.
+        with _disable_current_modes():
+            summed = parameter.short_summed(name, expert, x, quantiser)
+            added = None if summed is None else summed.to(made.dtype) - made
+        made = made if added is None else made + added
+    made = stored(made)
     return stored(made + parameter.entry(f"{name}_bias", expert)) if module.has_bias else made
 
 

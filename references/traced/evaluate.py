@@ -48,6 +48,12 @@ class Parameters(Protocol):
         """Return how the input of a weight is quantised; None: not at all."""
         ...
 
+    def short_summed(
+        self, name: str, number: int, x: Tensor, quantiser: InputQuantiser
+    ) -> Tensor | None:
+        """Return the product of a stack's entry as a tensor core sums FP8; None where none does."""
+        ...
+
     def cached(self, module: str, side: str) -> InputQuantiser | None:
         """Return how keys or values of an attention module are cached; None: as they are."""
         ...

@@ -542,6 +542,13 @@ class ComponentParameters:
             scale = scale.amax() if shared else scale[expert]
         return facts.quantiser(form, None if scale is None else scale.float().reshape(()))
 
+    def short_summed(
+        self, name: str, number: int, x: Tensor, quantiser: InputQuantiser
+    ) -> Tensor | None:
+        """Return the product of a stack's entry as a tensor core sums FP8; None where none does."""
+        weight, numerics = self._weight(name), self._facts.numerics
+        return linears.short_summed_entry(x, quantiser, weight, number, numerics)
+
     def cached(self, module: str, side: str) -> InputQuantiser | None:
         """Return how keys or values are cached."""
         facts = self._facts

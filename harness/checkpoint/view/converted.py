@@ -210,7 +210,8 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         by_part = partial(self._converted_rows, name) if self._stacks(name) else None
         return DerivedWeight(
             make=partial(self._converted, name), extents=shape, from_codes=coded,
-            make_rows=by_part, input_scale=self._input_scales(source, modules, shape),
+            make_rows=by_part, make_elements=partial(self._elements, name),
+            input_scale=self._input_scales(source, modules, shape),
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:
@@ -334,13 +335,33 @@ class ConvertedWeights(Mapping[str, "Weight"]):
                     self._checkpoint.release(entry.name)
         return made
 
+    def _elements(self, name: str, part: slice) -> tuple[Tensor, Tensor] | None:
+        """Return what codes of FP8 of a part of a stack stand for, and the scale of each."""
+        if not self._stacks(name):
+            return None
+        read = {
+            module: self.module(module).weight().elements(_WHOLE)
+            for modules in self.sources[name].modules.values()
+            for module in modules[part]
+        }
+        known = {module: each for module, each in read.items() if each is not None}
+        if len(known) < len(read):
+            return None
+        numbers = self._moved(name, part, lambda module: known[module][0])
+        return numbers, self._moved(name, part, lambda module: known[module][1])
+
     def _converted(self, name: str, dtype: torch.dtype | None, part: slice = _WHOLE) -> Tensor:
         """Apply the operations of transformers to decoded values; without a dtype, to shapes."""
-        source = self.sources[name]
         # Operations only move values: plain ones are widened after them, as one tensor.
-        plain = not any(self.module(module).format for module in source)
+        plain = not any(self.module(module).format for module in self.sources[name])
+        made = self._moved(name, part, lambda module: self._values(module, dtype, plain=plain))
+        return made if dtype is None else made.to(dtype)
+
+    def _moved(self, name: str, part: slice, read: Callable[[str], Tensor]) -> Tensor:
+        """Apply the operations of transformers to what is read of each module."""
+        source = self.sources[name]
         made: Any = {
-            pattern: [self._values(module, dtype, plain=plain) for module in modules[part]]
+            pattern: [read(module) for module in modules[part]]
             for pattern, modules in source.modules.items()
         }
         converter = source.converter
@@ -355,7 +376,7 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         several = len(made) > 1
         found = next(each for key, each in made.items() if not several or _has(name, key))
         tensor: Tensor = found[0] if isinstance(found, list) else found
-        return tensor if dtype is None else tensor.to(dtype)
+        return tensor
 
     def _values(self, module: str, dtype: torch.dtype | None, *, plain: bool) -> Tensor:
         stored = self.module(module)
