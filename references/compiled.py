@@ -12,8 +12,6 @@ import numpy as np
 import torch
 
 from degarble.harness.base.compiled_loops import compiled, compiled_with
-from degarble.harness.formats.number_formats import E4M3
-from degarble.references.tensor_core import split_codes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,14 +69,6 @@ _KEPT = U32(0xFFFFFFFF >> (23 - _CUT_BITS) << (23 - _CUT_BITS))  # of a float32
 _EXPONENT = U32(0x7F800000)
 
 
-def _with_powers(codes: Tensor, extent: int) -> Words:
-    """Return the values of codes of E4M3 and 2 to their exponents [2, R, K], then zeros."""
-    padded = torch.nn.functional.pad(codes, (0, extent - codes.shape[1]))
-    significand, exponent = split_codes(padded.int(), E4M3)
-    powers = torch.ldexp((significand != 0).float(), exponent)
-    return torch.stack([padded.view(torch.float8_e4m3fn).float(), powers]).numpy()
-
-
 @compiled_with(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
 def _short_sums(a_MK: Words, b_NK: Words, step: int, out_MN: Words) -> None:
     word = np.zeros(1, np.float32)
@@ -112,12 +102,10 @@ def _short_sums(a_MK: Words, b_NK: Words, step: int, out_MN: Words) -> None:
 
 
 def short_sums(a_MK: Tensor, b_NK: Tensor, step: int) -> Tensor:
-    """Return A B^T of codes of E4M3 in float32."""
-    out = np.empty((len(a_MK), len(b_NK)), np.float32)
-    extent = -(-a_MK.shape[1] // step) * step
-    _short_sums(_with_powers(a_MK, extent), _with_powers(b_NK, extent), step, out)
-    nan_M, nan_N = (((codes & 0x7F) == 0x7F).any(1) for codes in (a_MK, b_NK))
-    return torch.from_numpy(out).masked_fill_(nan_M[:, None] | nan_N, torch.nan)
+    """Return A B^T of numbers of E4M3 beside 2 to their exponents [2, R, K], in whole steps."""
+    out = np.empty((a_MK.shape[1], b_NK.shape[1]), np.float32)
+    _short_sums(a_MK.numpy(), b_NK.numpy(), step, out)
+    return torch.from_numpy(out)
 
 
 @_compiled

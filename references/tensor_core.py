@@ -137,15 +137,22 @@ def dense_gemm(
 
 def short_sums(a_MK: Tensor, b_NK: Tensor, rule: StepRule) -> Tensor:
     """Return A B^T of FP8 codes (uint8) as `rule` sums it; K of any extent, on any device."""
-    if a_MK.device.type == "cpu":
-        from degarble.references import compiled  # noqa: PLC0415  numba is heavy
-
-        return compiled.short_sums(a_MK, b_NK, rule.step)
     pad = (0, -a_MK.shape[1] % rule.step)
-    a_MK, b_NK = (
-        torch.nn.functional.pad(codes, pad).view(torch.float8_e4m3fn) for codes in (a_MK, b_NK)
-    )
-    return dense_gemm(a_MK, b_NK, rule=rule)
+    a_MK, b_NK = (torch.nn.functional.pad(codes, pad) for codes in (a_MK, b_NK))
+    if a_MK.device.type != "cpu":
+        return dense_gemm(a_MK.view(torch.float8_e4m3fn), b_NK.view(torch.float8_e4m3fn), rule=rule)
+    from degarble.references import compiled  # noqa: PLC0415  numba is heavy
+
+    out = compiled.short_sums(_with_powers(a_MK), _with_powers(b_NK), rule.step)
+    nan_M, nan_N = (((codes & 0x7F) == 0x7F).any(1) for codes in (a_MK, b_NK))
+    return out.masked_fill_(nan_M[:, None] | nan_N, torch.nan)
+
+
+def _with_powers(codes: Tensor) -> Tensor:
+    """Return the numbers of codes of E4M3 beside 2 to their exponents, 0 of a zero [2, R, K]."""
+    significand, exponent = split_codes(codes.int(), E4M3)
+    powers = torch.ldexp((significand != 0).float(), exponent)
+    return torch.stack([codes.view(torch.float8_e4m3fn).float(), powers])
 
 
 def block_scaled_gemm(

@@ -16,9 +16,9 @@ from degarble.harness.engine.diagnose.trial import VariantFit
 from degarble.harness.engine.faults.model_faults import FaultVariant
 from degarble.harness.engine.recover.described import Described
 from degarble.harness.nightly.table import STEPS
-from degarble.suites.campaigns import calibration, random_faults
-from degarble.suites.campaigns.calibration import Claim, learned, mapped
-from degarble.suites.campaigns.random_faults import WANTED, outcome, shares, table
+from degarble.suites.campaigns.causes import calibration, random_faults
+from degarble.suites.campaigns.causes.calibration import Claim, learned, mapped
+from degarble.suites.campaigns.causes.random_faults import WANTED, outcome, shares, table
 from degarble.suites.museum.random_faults import answers, nightly
 from degarble.suites.museum.random_faults.answers import CauseAnswer, judged
 from degarble.suites.museum.random_faults.conditions import Condition

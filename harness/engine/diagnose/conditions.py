@@ -42,7 +42,7 @@ _EXTENTS = {
 
 
 @dataclass(frozen=True)
-class Rule:
+class WhenRule:
     """Where a fault acts: one feature of rows and its values; `words` end a sentence."""
 
     feature: str
@@ -55,7 +55,7 @@ class Rule:
 class ActiveCondition:
     """The rules that separate struck rows from spared ones, the simplest first."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[WhenRule, ...]
     struck: int
     spared: int
 
@@ -184,7 +184,7 @@ def _beyond(
 # ---- rules ---------------------------------------------------------------------------------------
 
 
-def _rules(rows: _Rows) -> list[Rule]:
+def _rules(rows: _Rows) -> list[WhenRule]:
     """Return the rules that hold, the simplest first."""
     found = [
         *_of_phase(rows), *_of_places(rows, "expert"), *_of_places(rows, "sequence"),
@@ -204,46 +204,46 @@ def _values(rows: _Rows, feature: str) -> tuple[list[int], list[int]] | None:
     return None if min(map(min, sides)) < 0 else (sides[0], sides[1])
 
 
-def _of_phase(rows: _Rows) -> Iterator[Rule]:
+def _of_phase(rows: _Rows) -> Iterator[WhenRule]:
     sides = _values(rows, "decode")
     if sides is not None and len(sides[0]) == 1 and not set(sides[0]) & set(sides[1]):
         phase = "decode" if sides[0][0] else "prefill"
         wanted = sides[0][0]
-        yield Rule("phase", phase, f"only in {phase}", lambda value: value == wanted)
+        yield WhenRule("phase", phase, f"only in {phase}", lambda value: value == wanted)
 
 
-def _of_places(rows: _Rows, feature: str) -> Iterator[Rule]:
+def _of_places(rows: _Rows, feature: str) -> Iterator[WhenRule]:
     sides = _values(rows, feature)
     if sides is None or set(sides[0]) & set(sides[1]) or len(sides[0]) > _MOST_PLACES:
         return
     struck, listed = frozenset(sides[0]), spans(sides[0])
     words = f"only on {feature}{'' if len(struck) == 1 else 's'} {listed}"
-    yield Rule(feature, listed, words, struck.__contains__)
+    yield WhenRule(feature, listed, words, struck.__contains__)
 
 
-def _of_steps(rows: _Rows) -> Iterator[Rule]:
+def _of_steps(rows: _Rows) -> Iterator[WhenRule]:
     sides = _values(rows, "step")
     if sides is None:
         return
     struck, spared = sides
     first, last = min(struck), max(struck)
     if len(struck) == 1 and first not in spared:
-        yield Rule("step", str(first), f"only in step {first}", lambda step: step == first)
+        yield WhenRule("step", str(first), f"only in step {first}", lambda step: step == first)
     elif first > max(spared):
         words = f"only from step {first} on"
-        yield Rule("steps", f"from {first}", words, lambda step: step >= first)
+        yield WhenRule("steps", f"from {first}", words, lambda step: step >= first)
     elif last < min(spared):
-        yield Rule("steps", f"to {last}", f"only up to step {last}", lambda step: step <= last)
+        yield WhenRule("steps", f"to {last}", f"only up to step {last}", lambda step: step <= last)
 
 
-def _of_some_steps(rows: _Rows) -> Iterator[Rule]:
+def _of_some_steps(rows: _Rows) -> Iterator[WhenRule]:
     sides = _values(rows, "step")
     if sides is not None and not set(sides[0]) & set(sides[1]):
         struck, listed = frozenset(sides[0]), spans(sides[0])
-        yield Rule("steps", listed, f"only in steps {listed}", struck.__contains__)
+        yield WhenRule("steps", listed, f"only in steps {listed}", struck.__contains__)
 
 
-def _of_extent(rows: _Rows, feature: str, words: tuple[str, str]) -> Iterator[Rule]:
+def _of_extent(rows: _Rows, feature: str, words: tuple[str, str]) -> Iterator[WhenRule]:
     """Yield a rule of a number that has to be large, or small."""
     sides = _values(rows, feature)
     if sides is None:
@@ -251,6 +251,6 @@ def _of_extent(rows: _Rows, feature: str, words: tuple[str, str]) -> Iterator[Ru
     (least, most), (low, high) = (min(sides[0]), max(sides[0])), (min(sides[1]), max(sides[1]))
     if least > high:
         text = words[0].format(least)
-        yield Rule(feature, f">= {least}", text, lambda value: value >= least)
+        yield WhenRule(feature, f">= {least}", text, lambda value: value >= least)
     elif most < low:
-        yield Rule(feature, f"<= {most}", words[1].format(most), lambda value: value <= most)
+        yield WhenRule(feature, f"<= {most}", words[1].format(most), lambda value: value <= most)

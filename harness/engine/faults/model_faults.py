@@ -31,12 +31,11 @@ from degarble.references.linears import (
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.engine.localise.discrepancy import RowPositions
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.components import Component
     from degarble.harness.model.recipes import Recipe
@@ -66,6 +65,40 @@ class Reach(StrEnum):
 
     COMPONENT = "component"  # what comes out, given what went in
     EDGE = "edge"  # what goes in, given what its producers put out
+
+
+_OF_ROWS = ("position", "decode", "sequence")
+
+
+@dataclass(frozen=True, eq=False)
+class RowPositions:
+    """Position, phase, sequence and experts of a batch's rows."""
+
+    position: Tensor  # -1 where rows are no tokens
+    decode: Tensor
+    sequence: Tensor
+    experts: Tensor | None = None  # [T, K], of routed rows
+    calls: Tensor | None = None  # [T, 3]: step, tokens of the step, tokens of the sequence so far
+
+    def select(self, chosen: Tensor) -> RowPositions:
+        """Return some of the rows."""
+        experts, calls = (
+            None if side is None else side[chosen] for side in (self.experts, self.calls)
+        )
+        return RowPositions(
+            self.position[chosen], self.decode[chosen], self.sequence[chosen], experts, calls
+        )
+
+    def joined(self, others: Sequence[RowPositions]) -> RowPositions:
+        """Return these rows and others after them."""
+        every = (self, *others)
+
+        def below(name: str) -> Tensor | None:
+            known = [side for each in every if (side := getattr(each, name)) is not None]
+            return torch.cat(known) if len(known) == len(every) else None
+
+        first = {name: torch.cat([getattr(each, name) for each in every]) for name in _OF_ROWS}
+        return RowPositions(**first, experts=below("experts"), calls=below("calls"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,13 @@ import torch
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.budget.budget import HEADROOM, DifferenceEvidence, spacing
 from degarble.harness.engine.compare.compare import TILE
+from degarble.harness.engine.faults.model_faults import RowPositions
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.model.family import family_of
 from degarble.harness.model.sites import Port, Site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -133,7 +134,6 @@ _AXES = MappingProxyType(
     }
 )  # fmt: skip
 _HALVES = ("w13",)
-_OF_ROWS = ("position", "decode", "sequence")
 _MOST_SPANS = 4  # ranges that are written out; more are counted
 
 
@@ -145,58 +145,27 @@ class DifferenceLocation:
     sentence: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class RowPositions:
-    """Position, phase, sequence and experts of a batch's rows."""
-
-    position: Tensor  # -1 where rows are no tokens
-    decode: Tensor
-    sequence: Tensor
-    experts: Tensor | None = None  # [T, K], of routed rows
-    calls: Tensor | None = None  # [T, 3]: step, tokens of the step, tokens of the sequence so far
-
-    def select(self, chosen: Tensor) -> RowPositions:
-        """Return some of the rows."""
-        experts, calls = (
-            None if side is None else side[chosen] for side in (self.experts, self.calls)
-        )
-        return RowPositions(
-            self.position[chosen], self.decode[chosen], self.sequence[chosen], experts, calls
-        )
-
-    def joined(self, others: Sequence[RowPositions]) -> RowPositions:
-        """Return these rows and others after them."""
-        every = (self, *others)
-
-        def below(name: str) -> Tensor | None:
-            known = [side for each in every if (side := getattr(each, name)) is not None]
-            return torch.cat(known) if len(known) == len(every) else None
-
-        first = {name: torch.cat([getattr(each, name) for each in every]) for name in _OF_ROWS}
-        return RowPositions(**first, experts=below("experts"), calls=below("calls"))
-
-    @classmethod
-    def from_batch(cls, batch: Batch, steps: Mapping[int, CapturedStep]) -> RowPositions:
-        """Look the rows up in their steps."""
-        if batch.whole is not None and batch.kept is not None:
-            return cls.from_batch(batch.whole, steps).select(batch.kept)
-        decode = torch.zeros(len(batch.step_of), dtype=torch.bool)
-        sequence = torch.full((len(batch.step_of),), -1)
-        calls = torch.full((len(batch.step_of), 3), -1)
-        for call, span in zip(batch.calls, batch.spans, strict=True):
-            step = steps[call.step]
-            decode[span] = step.phase is Phase.DECODE
-            count = span.stop - span.start
-            owners = step.sequences
-            # One row per sequence (the last tokens), not one per token.
-            if count != len(owners):
-                owners = tuple(dict.fromkeys(owners))
-            calls[span] = torch.tensor((call.step, len(step.tokens), -1))
-            if count == len(owners):
-                sequence[span] = torch.tensor(owners)
-                stops = dict(zip(step.sequences, step.positions, strict=True))
-                calls[span, 2] = torch.tensor([stops[owner] + 1 for owner in owners])
-        return cls(batch.position_of, decode, sequence, batch.inputs.get("experts"), calls)
+def row_positions(batch: Batch, steps: Mapping[int, CapturedStep]) -> RowPositions:
+    """Look the rows up in their steps."""
+    if batch.whole is not None and batch.kept is not None:
+        return row_positions(batch.whole, steps).select(batch.kept)
+    decode = torch.zeros(len(batch.step_of), dtype=torch.bool)
+    sequence = torch.full((len(batch.step_of),), -1)
+    calls = torch.full((len(batch.step_of), 3), -1)
+    for call, span in zip(batch.calls, batch.spans, strict=True):
+        step = steps[call.step]
+        decode[span] = step.phase is Phase.DECODE
+        count = span.stop - span.start
+        owners = step.sequences
+        # One row per sequence (the last tokens), not one per token.
+        if count != len(owners):
+            owners = tuple(dict.fromkeys(owners))
+        calls[span] = torch.tensor((call.step, len(step.tokens), -1))
+        if count == len(owners):
+            sequence[span] = torch.tensor(owners)
+            stops = dict(zip(step.sequences, step.positions, strict=True))
+            calls[span, 2] = torch.tensor([stops[owner] + 1 for owner in owners])
+    return RowPositions(batch.position_of, decode, sequence, batch.inputs.get("experts"), calls)
 
 
 def locate_difference(

@@ -20,10 +20,10 @@ from degarble.harness.engine.localise.discrepancy import (
     DifferenceLocation,
     Discrepancy,
     DiscrepancyKind,
-    RowPositions,
     beyond,
     locate_difference,
     location_in_steps,
+    row_positions,
 )
 from degarble.harness.engine.localise.judgeable_rows import (
     OVERFLOW,
@@ -580,7 +580,7 @@ def _sight(piece: JudgedBatch, steps: Mapping[int, CapturedStep]) -> CallRecord:
     rows = tuple(span.stop - span.start for span in batch.spans)
     step = batch.calls[0].step
     sides = [inputs, batch.outputs, piece.replay.expected]
-    places = RowPositions.from_batch(batch, steps)
+    places = row_positions(batch, steps)
     kept = _without_flips(piece)
     if kept is not None:
         sides = [
@@ -618,7 +618,7 @@ def _onset(
     sides = aligned(batch.outputs, piece.replay.expected)[output]
     slack = _slack(known, piece, output, sides)
     return locate_difference(
-        known.twin.config, batch.component, sides, RowPositions.from_batch(batch, steps), slack
+        known.twin.config, batch.component, sides, row_positions(batch, steps), slack
     )
 
 

@@ -26,7 +26,7 @@ from degarble.harness.engine.recover.numbers import (
     readings,
     scale_values,
 )
-from degarble.harness.engine.recover.operands import Operand
+from degarble.harness.engine.recover.operands import StoredOperand
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.quantise import dequantise, quantise
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.number_formats import BlockFormat
 
-Function = Callable[[Operand], "Tensor"]  # the numbers [R, K] that were multiplied
+Function = Callable[[StoredOperand], "Tensor"]  # the numbers [R, K] that were multiplied
 Numbers = Callable[["Tensor"], "Tensor"]
 KEPT = "every number is kept"
 FEW_ROWS = 4  # on which rules are tried first
@@ -63,7 +63,7 @@ class OperandChange:
     table: tuple[str, ...] = ()
     gain: float | None = None  # a factor on these numbers, which is to be fitted
 
-    def numbers(self, operand: Operand) -> Tensor:
+    def numbers(self, operand: StoredOperand) -> Tensor:
         """Return the numbers [R, K] that were multiplied."""
         made = self.apply(operand)
         return made if self.gain is None or self.gain == 1 else made * self.gain
@@ -73,7 +73,7 @@ class OperandChange:
 class Equations:
     """Rows of an operand, the other operand, and what came out of them."""
 
-    operand: Operand  # whole
+    operand: StoredOperand  # whole
     rows: Tensor  # [R] of it
     other: Tensor  # [S, K] of float64
     seen: Tensor  # [R, S] of float64
@@ -205,45 +205,45 @@ def _proposed(equations: Equations, some: Equations, *, constant: bool) -> Itera
 # ---- parts that a function is applied to ---------------------------------------------------------
 
 
-def _on_numbers(of: Numbers, operand: Operand) -> Tensor:
+def _on_numbers(of: Numbers, operand: StoredOperand) -> Tensor:
     return of(operand.numbers)
 
 
-def _on_scaled_elements(of: Numbers, operand: Operand) -> Tensor:
+def _on_scaled_elements(of: Numbers, operand: StoredOperand) -> Tensor:
     return of(operand.values * operand.spread(operand.scales)) * operand.factor
 
 
-def _on_scale_products(of: Numbers, operand: Operand) -> Tensor:
+def _on_scale_products(of: Numbers, operand: StoredOperand) -> Tensor:
     return operand.values * operand.spread(of(operand.scales * operand.factor))
 
 
-def _on_factor(of: Numbers, operand: Operand) -> Tensor:
+def _on_factor(of: Numbers, operand: StoredOperand) -> Tensor:
     return replace(operand, factor=of(operand.factor)).numbers
 
 
-def _on_scales(of: Numbers, operand: Operand) -> Tensor:
+def _on_scales(of: Numbers, operand: StoredOperand) -> Tensor:
     return replace(operand, scales=of(operand.scales).double()).numbers
 
 
-def _on_scale_codes(of: Numbers, operand: Operand) -> Tensor:
+def _on_scale_codes(of: Numbers, operand: StoredOperand) -> Tensor:
     assert operand.scale_codes is not None, "a reading of codes"
     return replace(operand, scales=of(operand.scale_codes).double()).numbers
 
 
-def _on_scale_table(read: Mapping[int, float], operand: Operand) -> Tensor:
+def _on_scale_table(read: Mapping[int, float], operand: StoredOperand) -> Tensor:
     return replace(operand, scales=_by_table(operand.scales, operand.scale_codes, read)).numbers
 
 
-def _on_elements(of: Numbers, operand: Operand) -> Tensor:
+def _on_elements(of: Numbers, operand: StoredOperand) -> Tensor:
     return replace(operand, values=of(operand.values)).numbers
 
 
-def _on_codes(of: Numbers, operand: Operand) -> Tensor:
+def _on_codes(of: Numbers, operand: StoredOperand) -> Tensor:
     assert operand.codes is not None, "a reading of codes"
     return replace(operand, values=of(operand.codes)).numbers
 
 
-def _on_element_table(read: Mapping[int, float], operand: Operand) -> Tensor:
+def _on_element_table(read: Mapping[int, float], operand: StoredOperand) -> Tensor:
     return replace(operand, values=_by_table(operand.values, operand.codes, read)).numbers
 
 
@@ -258,7 +258,7 @@ def _columns_of(of: Callable[[int], Tensor], matrix: Tensor) -> Tensor:
 # ---- functions of all numbers --------------------------------------------------------------------
 
 
-def _by_functions(operand: Operand) -> Iterator[OperandChange]:
+def _by_functions(operand: StoredOperand) -> Iterator[OperandChange]:
     for each in functions():
         yield OperandChange(f"every number is {each.words}", partial(_on_numbers, each.apply))
     if operand.form is None:
@@ -274,7 +274,7 @@ def _by_functions(operand: Operand) -> Iterator[OperandChange]:
         )
 
 
-def _by_formats(operand: Operand) -> Iterator[OperandChange]:
+def _by_formats(operand: StoredOperand) -> Iterator[OperandChange]:
     for form in BLOCK_FORMATS.values():
         if form != operand.form and not form.zero_point:
             yield OperandChange(
@@ -388,7 +388,7 @@ def _near(one: Tensor, other: Tensor, error: Tensor) -> bool:
     return float(((one - other).abs() <= slack).double().mean()) >= HOLDS
 
 
-def _named_scales(operand: Operand, solved: _Solved) -> Iterator[OperandChange]:
+def _named_scales(operand: StoredOperand, solved: _Solved) -> Iterator[OperandChange]:
     """Yield functions of the stored scale, or of its code, and one factor."""
     stored, used, error = operand.scales, solved.used, solved.error
     for each in functions():
@@ -412,7 +412,7 @@ def _named_scales(operand: Operand, solved: _Solved) -> Iterator[OperandChange]:
     yield from _table_of_scales(operand, solved)
 
 
-def _clamped(operand: Operand, solved: _Solved) -> Iterator[OperandChange]:
+def _clamped(operand: StoredOperand, solved: _Solved) -> Iterator[OperandChange]:
     """Yield a bound on the scales, or one below which they are 0."""
     stored, used, error = operand.scales, solved.used, solved.error
     top, bottom = float(used.max()), float(used.min())
@@ -432,7 +432,7 @@ def _clamped(operand: Operand, solved: _Solved) -> Iterator[OperandChange]:
         )
 
 
-def _table_of_scales(operand: Operand, solved: _Solved) -> Iterator[OperandChange]:
+def _table_of_scales(operand: StoredOperand, solved: _Solved) -> Iterator[OperandChange]:
     """Yield what each code of a scale stood for, where codes alone decide; others as stored."""
     codes, form = operand.scale_codes, operand.form
     if codes is None or form is None:
@@ -505,7 +505,7 @@ def _by_free_scales(equations: Equations) -> Iterator[OperandChange]:
     )
 
 
-def _as_codes(operand: Operand, used: Tensor, error: Tensor) -> Tensor:
+def _as_codes(operand: StoredOperand, used: Tensor, error: Tensor) -> Tensor:
     """Return the scales that the format holds where they are as near as numbers are known."""
     assert operand.form is not None
     held = scale_values(operand.form.scale)
@@ -698,14 +698,14 @@ def _place_words(words: str, of: str) -> str:
     return words
 
 
-def _columns_moved(what: str, of: Callable[[int], Tensor], operand: Operand) -> Tensor:
+def _columns_moved(what: str, of: Callable[[int], Tensor], operand: StoredOperand) -> Tensor:
     index = of(operand.values.shape[1])
     if what == "numbers":
         return operand.numbers[:, index]
     return replace(operand, values=operand.values[:, index]).numbers
 
 
-def _rows_moved(what: str, of: Callable[[int], Tensor], operand: Operand) -> Tensor:
+def _rows_moved(what: str, of: Callable[[int], Tensor], operand: StoredOperand) -> Tensor:
     source = operand.of_rows(of(len(operand.values)))
     match what:
         case "numbers":

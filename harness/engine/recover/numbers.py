@@ -215,7 +215,7 @@ def _transposed(count: int, inner: int, wide: int) -> Tensor:
     return own.reshape(-1, wide, inner // wide).transpose(1, 2).reshape(-1)
 
 
-class Grid(NamedTuple):
+class PlaceRule(NamedTuple):
     """A rule for places in a matrix: indices into its rows laid end to end, -1 for a 0."""
 
     words: str
@@ -223,23 +223,23 @@ class Grid(NamedTuple):
 
 
 @cache
-def grids() -> tuple[Grid, ...]:
+def grids() -> tuple[PlaceRule, ...]:
     """Return rules that move block scales as a matrix: layouts that kernels read, and shifts."""
     found = []
     for layout in (SWIZZLE_128X4, SWIZZLE_8X4, PACKED_MN):
         found += [
-            Grid(f"in the order {layout.name}, read row by row", partial(_as_stored, layout)),
-            Grid(f"row by row, read in the order {layout.name}", partial(_as_read, layout)),
-            Grid(f"put into the order {layout.name} twice", partial(_twice, layout)),
+            PlaceRule(f"in the order {layout.name}, read row by row", partial(_as_stored, layout)),
+            PlaceRule(f"row by row, read in the order {layout.name}", partial(_as_read, layout)),
+            PlaceRule(f"put into the order {layout.name} twice", partial(_twice, layout)),
         ]
     found += [
-        Grid("in columns, read row by row", _columnwise),
-        Grid("row by row, read in columns", lambda m, n: _columnwise(n, m)),
+        PlaceRule("in columns, read row by row", _columnwise),
+        PlaceRule("row by row, read in columns", lambda m, n: _columnwise(n, m)),
     ]
     for step in (1, -1, 2, -2, 4, -4):
         side = "after" if step > 0 else "before"
         words = f"those {abs(step)} {side} them, row after row"
-        found.append(Grid(words, partial(_flat_shift, step=step)))
+        found.append(PlaceRule(words, partial(_flat_shift, step=step)))
     return tuple(found)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
+class StoredOperand:
     """Elements, block scales and a factor of every row; codes are None where there are none."""
 
     values: Tensor  # [R, K] of float64, without scales
@@ -57,7 +57,7 @@ class Operand:
             return scales
         return scales.repeat_interleave(self.width, 1)[:, : self.values.shape[1]]
 
-    def of_rows(self, rows: Tensor) -> Operand:
+    def of_rows(self, rows: Tensor) -> StoredOperand:
         """Keep some rows."""
         return replace(
             self,
@@ -68,7 +68,7 @@ class Operand:
             scale_codes=None if self.scale_codes is None else self.scale_codes[rows],
         )
 
-    def of_columns(self, begin: int, end: int) -> Operand:
+    def of_columns(self, begin: int, end: int) -> StoredOperand:
         """Keep some columns, in whole blocks."""
         blocks = slice(begin // self.width, -(-end // self.width))
         several = self.scales.shape[1] > 1
@@ -81,13 +81,13 @@ class Operand:
         )
 
 
-def plain(numbers: Tensor) -> Operand:
+def plain(numbers: Tensor) -> StoredOperand:
     """Return numbers as an operand of one block with the scale 1."""
     ones = torch.ones(len(numbers), 1, dtype=torch.float64)
-    return Operand(numbers.double(), ones, ones[:1], max(1, numbers.shape[1]))
+    return StoredOperand(numbers.double(), ones, ones[:1], max(1, numbers.shape[1]))
 
 
-def operand_of(weight: Weight) -> Operand:
+def operand_of(weight: Weight) -> StoredOperand:
     """Return the parts of a matrix."""
     if not weight.is_quantised:
         return plain(numbers_of(weight))
@@ -97,7 +97,7 @@ def operand_of(weight: Weight) -> Operand:
     return _parts(tensor)
 
 
-def operand_of_input(inputs: Mapping[str, Tensor], form: str | None) -> Operand:
+def operand_of_input(inputs: Mapping[str, Tensor], form: str | None) -> StoredOperand:
     """Return the parts of a product's input, leading extents flattened."""
     if CODES not in inputs or form is None:
         x = inputs[X]
@@ -123,7 +123,7 @@ def operand_of_input(inputs: Mapping[str, Tensor], form: str | None) -> Operand:
     return found
 
 
-def _parts(tensor: QuantisedTensor) -> Operand:
+def _parts(tensor: QuantisedTensor) -> StoredOperand:
     high, wide = tensor.format.extents(*tensor.shape[-2:])
     rows = tensor.shape[-2]
     stored = tensor.linear_scale_codes()
@@ -131,7 +131,7 @@ def _parts(tensor: QuantisedTensor) -> Operand:
     if high > 1:
         scales, stored = (each.repeat_interleave(high, -2)[:rows] for each in (scales, stored))
     factor = by_tensor_scale(torch.ones(1, 1, dtype=torch.float64), tensor)
-    return Operand(
+    return StoredOperand(
         elements(tensor).reshape(rows, -1),
         scales,
         factor.reshape(1, 1),

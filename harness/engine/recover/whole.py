@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
     from degarble.harness.engine.recover.changes import OperandChange
-    from degarble.harness.engine.recover.operands import Operand
+    from degarble.harness.engine.recover.operands import StoredOperand
     from degarble.harness.engine.recover.products import ProductView
 
 MOST_CHANGES = 4  # of one operand that are proved
@@ -121,7 +121,7 @@ def _siblings(context: ComponentContext) -> Iterator[ComponentContext]:
         yield sibling
 
 
-def _of_weight(view: ProductView, operand: Operand) -> Equations:
+def _of_weight(view: ProductView, operand: StoredOperand) -> Equations:
     rows = torch.arange(view.seen.shape[1]) + view.first_row
     sides = (view.seen.T, view.product.T, view.allowed.T)
     return Equations(operand, rows, view.x, *sides).in_proportion()
@@ -212,7 +212,7 @@ def _in_input(
         yield OperandCause(words, FaultVariant(words, with_inputs(changed)), True)
 
 
-def _of_input(views: Sequence[ProductView], operand: Operand) -> Equations:
+def _of_input(views: Sequence[ProductView], operand: StoredOperand) -> Equations:
     """Join products of the same rows: all of them are equations for these."""
     width = operand.values.shape[1]
     others = []

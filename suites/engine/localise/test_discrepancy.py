@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from degarble.harness.capture.files.records import CapturedStep, Phase
+from degarble.harness.engine.faults.model_faults import RowPositions
 from degarble.harness.engine.localise.discrepancy import (
-    RowPositions,
     blamed_on_edge,
     constant_at,
     is_memory,

@@ -18,7 +18,7 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.recover.described import Described, describe
 from degarble.harness.engine.recover.maps import Sides, maps_of, moved
-from degarble.suites.campaigns.recovered_weights import edited, recovered
+from degarble.suites.campaigns.causes.recovered_weights import edited, recovered
 from degarble.suites.engine.diagnosing import Double, double
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.recover.numbers import grids, places, power_of_two
 from degarble.harness.engine.recover.operands import operand_of, operand_of_input
-from degarble.suites.campaigns.recovered_weights import edited
+from degarble.suites.campaigns.causes.recovered_weights import edited
 from degarble.suites.engine.recover.test_described import model, of_weight, told
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import RANDOM_FAULTS
 from degarble.harness.nightly.night import NightStep, StepResult
 from degarble.harness.report.verdict import Verdict
-from degarble.suites.campaigns.random_faults import FALSE, answered, outcome, plain, shares
+from degarble.suites.campaigns.causes.random_faults import FALSE, answered, outcome, plain, shares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

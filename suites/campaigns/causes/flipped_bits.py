@@ -1,6 +1,6 @@
 """Flip one bit of one element of a weight, and see whether row, column, bit and codes are told.
 
-    python -m degarble.suites.campaigns.flipped_bits [--count N]
+    python -m degarble.suites.campaigns.causes.flipped_bits [--count N]
 
 Planted into the small V4 (NVFP4) and a tiny Llama of transformers (NVFP4, FP8, INT8, INT4). At
 least 8 rows have to reach the element: their outputs in its row differ by more than a healthy
@@ -24,7 +24,7 @@ from degarble.harness.engine.faults.model_faults import FaultVariant, with_weigh
 from degarble.harness.engine.recover.described import describe
 from degarble.harness.engine.recover.products import FEWEST_ROWS, views_of
 from degarble.harness.formats.codec import pack_nibbles
-from degarble.suites.campaigns.recovered_weights import edited, places
+from degarble.suites.campaigns.causes.recovered_weights import edited, places
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.campaigns.traced_plants import AT, judged
 from degarble.suites.engine.diagnosing import double

@@ -1,6 +1,7 @@
 """Plant random faults that no list of the engine has, and count what it says of them.
 
-    python -m degarble.suites.campaigns.random_faults [--count N] [--resume] [--several N] [--table]
+    python -m degarble.suites.campaigns.causes.random_faults [--count N] [--resume]
+        [--several N] [--table]
 
 Each seed draws a small model, a component, an edit of it, and when it acts. Counted are faults of
 three budgets or more. Outcomes: `named`, `described`, `ambiguous` (the true cause is one of those

@@ -1,6 +1,6 @@
 """Edit weights at random places as no known fault does, and see what is recovered and described.
 
-    python -m degarble.suites.campaigns.recovered_weights [--count N]
+    python -m degarble.suites.campaigns.causes.recovered_weights [--count N]
 
 An edit is planted into one linear, projection in groups or expert of a small V4: a flipped bit, a
 bit of a block scale, rows copied from another place, a row left out, two signs. Outcomes: `ok`,

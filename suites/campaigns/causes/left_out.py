@@ -1,6 +1,6 @@
 """Plant every fault of the catalogue with its name left out, and judge what is described.
 
-    python -m degarble.suites.campaigns.left_out [--count N]
+    python -m degarble.suites.campaigns.causes.left_out [--count N]
 
 A variant is planted into one component of a small V4 or V3.2, on a prompt of two sequences and a
 step of decoding. What is described must hold on other prompts as well, which nobody has seen: there

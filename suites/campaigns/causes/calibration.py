@@ -1,6 +1,6 @@
 """Compare the confidence that origins state with how often their causes are true.
 
-    python -m degarble.suites.campaigns.calibration [FILE ...] [--out DIR]
+    python -m degarble.suites.campaigns.causes.calibration [FILE ...] [--out DIR]
 
 Files are the lines that `random_faults` wrote (by default all below out/campaigns). An origin
 states the share of the outputs that its cause reproduces; a cause is true if it does to held-back
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = asked.files or sorted(asked.out.glob("random_faults*.jsonl"))
     claims = [claim for path in files for claim in claims_in(path)]
     if not claims:
-        parser.error("no cause was told: run degarble.suites.campaigns.random_faults first")
+        parser.error("no cause was told: run degarble.suites.campaigns.causes.random_faults first")
     made = document(claims)
     asked.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(made, indent=1) + "\n"
