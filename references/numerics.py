@@ -126,6 +126,7 @@ class Switches:
     decoded_operands: DecodedOperands = DecodedOperands.EXACT  # others: emulated quantisation
     operations_stored: bool = False  # every result of eager code, of a traced model
     attention_operations_stored: bool = False  # likewise, in its attention
+    expert_operations_stored: bool = False  # likewise, in its experts
     expert_sums_stored: bool = False  # likewise, the sum over a token's experts after each one
     quantised_inputs: InputQuantisation = InputQuantisation.STATED  # of traced models
     expert_input_scale_shared: bool = False  # of traced models: the largest of a layer

@@ -45,7 +45,7 @@ class HeldWeight(Weight):
     @classmethod
     def of_weight(cls, weight: Weight) -> HeldWeight:
         """Take over the fields of a weight."""
-        named = {each.name: getattr(weight, each.name) for each in fields(weight)}
+        named = {each.name: getattr(weight, each.name) for each in fields(weight) if each.init}
         named.pop("_decoded")
         return cls(**named)
 

@@ -67,6 +67,11 @@ class Roundings:
         """Return an operand as it is multiplied once it was quantised."""
         return quantiser(value)
 
+    def summed(self, coded: Tensor, product: Tensor, summed: Tensor) -> Tensor:
+        """Return the product of codes as a tensor core sums it, which is near the exact one."""
+        del coded, product
+        return summed
+
 
 class EachOperation(Roundings):
     """Every result of a narrow dtype is stored, as eager code does."""
@@ -309,13 +314,13 @@ def _product(
     stored: _Steps,
 ) -> Tensor:
     weight, quantiser = parameter.entry(name, expert), parameter.quantiser(name, expert)
-    made = stored.quantised(x, quantiser) @ (weight if module.is_transposed else weight.T)
+    coded = stored.quantised(x, quantiser)
+    made = coded @ (weight if module.is_transposed else weight.T)
     if quantiser is not None and not module.is_transposed:
-        # Errors are those of the product above, so what a tensor core adds to it has none.
         with _disable_current_modes():
             summed = parameter.short_summed(name, expert, x, quantiser)
-            added = None if summed is None else summed.to(made.dtype) - made
-        made = made if added is None else made + added
+        if summed is not None:
+            made = stored.roundings.summed(coded, made, summed.to(made.dtype))
     made = stored(made)
     return stored(made + parameter.entry(f"{name}_bias", expert)) if module.has_bias else made
 

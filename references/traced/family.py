@@ -487,8 +487,11 @@ class TracedFacts(ModelFacts):
     def stores_operations(self) -> bool:
         """Return whether a run stores the result of every operation, as eager code does."""
         switches = self.numerics.switches
-        attends = self.traced.kind is BoundaryKind.ATTENTION
-        stored = switches.attention_operations_stored if attends else switches.operations_stored
+        stored = switches.operations_stored
+        if self.traced.kind is BoundaryKind.ATTENTION:
+            stored = switches.attention_operations_stored
+        elif self.traced.kind is BoundaryKind.EXPERTS:
+            stored = switches.expert_operations_stored
         return stored and not self.numerics.exact
 
     def stored(self, output: str, value: Tensor) -> Tensor:

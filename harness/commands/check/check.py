@@ -213,14 +213,13 @@ class DiagnosedOrigin:
         """Return what to do about it."""
         if self.diagnosed is not None and self.diagnosed.named:
             return " ".join(fault.remedy for fault in self.diagnosed.named[0].faults)
-        if self._described is not None:
-            return self._described.remedy
+        told = [] if self._described is None else [self._described.remedy]
         if self.stretch:
-            return (
+            told.append(
                 f"It is one of {len(self.stretch)} components, recorded at their ends alone. To"
                 f" place it closer, dump {', '.join(self.dump_next)}."
             )
-        return "Look at this component first: what it was given is right."
+        return " ".join(told) or "Look at this component first: what it was given is right."
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _RUNS = 8  # of a recurrent component with perturbed operations
 _SPREAD = 6  # standard deviations allowed, since so few runs are measured
 _CHUNK = 64  # tokens that a chunk sums at least
+_CUTS = 4  # deviations by which the losses of two short sums may differ
 _DECODED = 2 * U  # a run may round the product of both scales, and then that with a code
 _PART = 1 << 20  # elements of a matrix widened at once: they stay in a processor's cache
 
@@ -83,6 +84,21 @@ class _Tracked(Roundings):
                 bound = bound + _DECODED * made.abs()
         errors.note(made, bound)
         return made
+
+    def summed(self, coded: Tensor, product: Tensor, summed: Tensor) -> Tensor:
+        """Sum as a tensor core does; of codes that may step, what it cuts off may differ.
+
+        Each step's cut is then another number of the same size, so that the difference of two sums
+        is as large as what they lose: that of the element, and some deviations of the row.
+        """
+        errors = self._errors
+        with _disable_current_modes():
+            lost = (summed - product).abs()
+            row = lost.square().mean(-1, keepdim=True).sqrt()
+            steps = (errors.of(coded) > 0).any(-1, keepdim=True)
+            error = errors.of(product) + torch.where(steps, lost + _CUTS * row, 0.0)
+        errors.note(summed, error)
+        return summed
 
 
 def traced(call: JudgeableCall) -> dict[str, Budget]:

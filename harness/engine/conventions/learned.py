@@ -259,7 +259,7 @@ class _Search:
         """Join the roles' proposals in every way without a contradiction; each role may abstain."""
         unions: list[dict[str, Any]] = [{}]
         for role in self._odd:
-            for proposed in self._proposals(role, deep=role in deep):
+            for proposed in self._proposals(role, unions, deep=role in deep):
                 for known in tuple(unions):
                     if all(known.get(name, value) == value for name, value in proposed.items()):
                         joined = {**known, **proposed}
@@ -267,17 +267,24 @@ class _Search:
                             unions.append(joined)
         return unions
 
-    def _proposals(self, role: str, *, deep: bool) -> list[Values]:
+    def _proposals(self, role: str, shown: Sequence[Values], *, deep: bool) -> list[Values]:
         """Return the values that cure components of a role, those with the fewest changes first.
 
-        Unless `deep`, stop at the number of changes that cures all of them.
+        Unless `deep`, stop at the number of changes that cures all of them; what other roles have
+        shown is tried first, alone and with one change more.
         """
         evidence = self._evidence
+        conventions = [e for e in self._group if role in e.roles]
+        if not deep:
+            for values in self._beside(role, conventions, shown):
+                stand = self._stand(role, values)
+                if stand is not None and stand.witnesses and not stand.sick and not stand.against:
+                    return [values]
         odd = [name for name in evidence.components(role) if evidence.differs(name)]
         odd.sort(key=lambda name: evidence.fit_of(name, {}).distance)
         found: list[Values] = []
         cured = 0  # changes after which no component of the role stays sick
-        for values in _changes([e for e in self._group if role in e.roles], evidence.assumed):
+        for values in _changes(conventions, evidence.assumed):
             if cured and len(values) > cured and not deep:
                 break
             if not any(evidence.allows(name, values) for name in odd[:_ASKED_FIRST]):
@@ -287,6 +294,19 @@ class _Search:
                 found.append(values)
                 cured = cured or (0 if stand.sick or stand.against else len(values))
         return found
+
+    def _beside(
+        self, role: str, conventions: Sequence[Convention], shown: Sequence[Values]
+    ) -> Iterator[Values]:
+        """Yield what other roles have shown and concerns a role, alone and with one change more."""
+        assumed = self._evidence.assumed
+        for values in shown:
+            base = self._concerning(role, values)
+            if base:
+                yield base
+                others = [e for e in conventions if e.name not in base]
+                for change in _changes(others, assumed, most=1):
+                    yield {**base, **change}
 
     def _concerning(self, role: str, values: Values) -> dict[str, Any]:
         return {e.name: values[e.name] for e in self._group if e.name in values and role in e.roles}
@@ -366,7 +386,9 @@ class _Search:
         return not others or self._evidence.supports(component, concerned, others)
 
 
-def _changes(conventions: Sequence[Convention], assumed: Values) -> Iterator[dict[str, Any]]:
+def _changes(
+    conventions: Sequence[Convention], assumed: Values, most: int | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield other values of one convention, then of two together, and so on."""
     others = {
         convention.name: [
@@ -374,7 +396,7 @@ def _changes(conventions: Sequence[Convention], assumed: Values) -> Iterator[dic
         ]
         for convention in conventions
     }
-    most = _CHANGED + len(_APART & others.keys())
+    most = _CHANGED + len(_APART & others.keys()) if most is None else most
     for count in range(1, min(most, len(others)) + 1):
         for names in combinations(others, count):
             if any(e.idle & set(names) for e in conventions if e.name in names):

@@ -221,7 +221,7 @@ _ROUNDINGS = (
         {True: "every operation's, stored as eager code does", False: "kept in float32"},
         _roles(
             "traced.norm traced.activation traced.rotary traced.router traced.topk"
-            " traced.experts traced.module traced.rotation traced.residual traced.gated"
+            " traced.module traced.rotation traced.residual traced.gated"
             " traced.stretch traced.choice"
         ),
         habit=_EAGER,
@@ -231,6 +231,13 @@ _ROUNDINGS = (
         "logits and shares on the way inside attention",
         {True: "stored after every operation, as eager code does", False: "kept in float32"},
         _roles("traced.attention"),
+        habit=_EAGER,
+    ),
+    Convention(
+        "expert_operations_stored",
+        "results on the way inside routed experts",
+        {True: "every operation's, stored as eager code does", False: "kept in float32"},
+        _roles("traced.experts"),
         habit=_EAGER,
     ),
     Convention(

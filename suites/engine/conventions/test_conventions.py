@@ -295,18 +295,20 @@ def _three_experts(shown: int, fits: ConventionFit) -> list[Any]:
         if name in {"experts1", "experts2"}:
             return WRONG
         asked = {"operations_stored"} if name.startswith("norm") else {
-            "operations_stored", "expert_sums_stored"
+            "expert_operations_stored", "expert_sums_stored"
         }  # fmt: skip
         return fits if all(values.get(each) is True for each in asked) else WRONG
 
-    names = ("operations_stored", "expert_sums_stored")
+    names = ("operations_stored", "expert_operations_stored", "expert_sums_stored")
     group = [REGISTRY[name] for name in names]
     evidence = ConventionEvidence(roles, fit, dict.fromkeys(names, False))
     return [(each.name, len(each.witnesses)) for each in learn(group, evidence)]
 
 
 def test_one_witness_suffices_where_the_run_shows_the_habit_elsewhere() -> None:
-    assert _three_experts(2, NEAR) == [("operations_stored", 3), ("expert_sums_stored", 1)]
+    assert _three_experts(2, NEAR) == [
+        ("operations_stored", 2), ("expert_operations_stored", 1), ("expert_sums_stored", 1)
+    ]  # fmt: skip
     assert _three_experts(0, NEAR) == []
 
 

@@ -142,7 +142,9 @@ def test_expert_sums_stored_after_each_expert_change_experts_first() -> None:
     made = []
     for stored in (False, True):
         seen: dict[str, dict[str, torch.Tensor]] = {}
-        numerics = Numerics.bf16().with_switches(operations_stored=True, expert_sums_stored=stored)
+        numerics = Numerics.bf16().with_switches(
+            expert_operations_stored=True, expert_sums_stored=stored
+        )
         bound = TracedModel(config, numerics, weights, None, _keeping(seen))
         TracedForward(bound).forward([Sequence()], [ids])
         made.append(seen)
@@ -162,15 +164,18 @@ def _keeping(seen: dict[str, dict[str, torch.Tensor]]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("switch", "first"),
+    ("switch", "model", "first"),
     [
-        ("operations_stored", "layers.0.input_layernorm"),
-        ("attention_operations_stored", "layers.0.self_attn.attention"),
+        ("operations_stored", "llama", "layers.0.input_layernorm"),
+        ("attention_operations_stored", "llama", "layers.0.self_attn.attention"),
+        ("expert_operations_stored", "qwen3_moe", "layers.0.mlp.experts"),
     ],
 )
-def test_a_switch_changes_what_it_concerns_and_nothing_before_it(switch: str, first: str) -> None:
-    config: Any = config_of("llama", torch.bfloat16)
-    weights, ids = weights_of(built("llama", torch.bfloat16)), torch.arange(23)
+def test_a_switch_changes_what_it_concerns_and_nothing_before_it(
+    switch: str, model: str, first: str
+) -> None:
+    config: Any = config_of(model, torch.bfloat16)
+    weights, ids = weights_of(built(model, torch.bfloat16)), torch.arange(23)
     made = []
     for numerics in (Numerics.bf16(), Numerics.bf16().with_switches(**{switch: True})):
         seen: dict[str, dict[str, torch.Tensor]] = {}
