@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TRANSFORMERS = pytest.mark.needs("transformers")
+_QUICK = ("healthy llama", "healthy qwen3_moe", "gate and up")
+
+
+def _cases() -> list[Any]:
+    names = [name for name, run in RUNS.items() if run.model in MODELS]
+    return [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, n
 
 
 @_TRANSFORMERS
-@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.model in MODELS])
+@pytest.mark.parametrize("name", _cases())
 def test_a_run_of_the_stand_in_holds(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -61,6 +67,7 @@ def test_a_run_of_the_stand_in_holds(
 
 
 @_TRANSFORMERS
+@pytest.mark.slow
 def test_all_steps_run_as_they_will_with_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +101,7 @@ def test_a_checkpoint_is_what_vllm_reads(written: dict[str, tuple[Path, nn.Modul
 
 @_TRANSFORMERS
 @pytest.mark.needs("compressed_tensors")
+@pytest.mark.slow
 def test_the_real_model_is_captured_and_exported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

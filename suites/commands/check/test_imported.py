@@ -107,6 +107,7 @@ def _half_of(model: Any) -> None:
     model.layers[1].self_attn.o_proj.weight.data.mul_(0.5)
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_stretch_says_what_to_dump_next(capsys: Capsys, tmp_path: Path) -> None:
     source = dumps.checkpoint("llama", tmp_path / "ckpt")
     path = dumps.sglang_folder(tmp_path / "few", source, 1, _half, without="self_attn")

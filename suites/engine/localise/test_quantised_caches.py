@@ -92,7 +92,11 @@ def _run(cached: Cached | None, dtype: torch.dtype, name: str, form: Form) -> Lo
     return judged_run(config, weights, run)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)],
+    ids=["bf16", "fp32"],
+)
 @pytest.mark.parametrize("form", NAMED)
 def test_a_healthy_run_agrees_with_the_cache_and_without(form: str, dtype: torch.dtype) -> None:
     name = "qwen3" if form == "fp8" else "llama"

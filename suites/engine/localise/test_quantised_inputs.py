@@ -41,7 +41,11 @@ def _run(name: str, model: str = "llama", dtype: torch.dtype = torch.bfloat16) -
     return QuantisedRun(model, INPUTS[name], dtype, **more)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)],
+    ids=["bf16", "fp32"],
+)
 @pytest.mark.parametrize("engine", _ENGINES)
 @pytest.mark.parametrize("name", INPUTS)
 def test_a_healthy_run_agrees(name: str, engine: str, dtype: torch.dtype) -> None:
@@ -83,8 +87,8 @@ def test_a_healthy_run_of_quantised_experts_agrees(name: str, engine: str) -> No
     ("name", "engine", "sums"),
     [
         ("FP8 token", SHORT, "hopper"),
-        ("FP8 tensor", STAGED, "hopper-in-stages"),
-        ("FP8 block", STAGED, "hopper"),
+        pytest.param("FP8 tensor", STAGED, "hopper-in-stages", marks=pytest.mark.slow),
+        pytest.param("FP8 block", STAGED, "hopper", marks=pytest.mark.slow),
     ],
 )
 def test_short_sums_of_a_tensor_core_are_learned(name: str, engine: Emulation, sums: str) -> None:

@@ -160,6 +160,7 @@ def test_a_silent_fallback_is_too_good_for_the_quantised_operands() -> None:
     assert blind.named == ()
 
 
+@pytest.mark.slow
 def test_unknown_damage_is_found_without_claiming_a_cause() -> None:
     g = made("gaussian")
     generator = torch.Generator().manual_seed(1)
