@@ -35,8 +35,8 @@ pytestmark = pytest.mark.needs("transformers", "modelopt", "compressed_tensors")
 _SLOW = pytest.mark.slow
 _EXPORTS = [
     ("modelopt", "llama", "NVFP4_DEFAULT_CFG"),
-    ("modelopt", "v3", "NVFP4_DEFAULT_CFG"),
-    ("compressed", "qwen3-moe", "NVFP4A16"),
+    pytest.param("modelopt", "v3", "NVFP4_DEFAULT_CFG", marks=_SLOW),
+    pytest.param("compressed", "qwen3-moe", "NVFP4A16", marks=_SLOW),
     ("modelopt", "llama", "NVFP4_FP8_MHA_CONFIG"),  # mixed precision, and a cache in FP8
     ("modelopt", "llama", "W4A8_AWQ_BETA_CFG"),  # factors in front of inputs
     pytest.param("modelopt", "llama", "INT4_AWQ_CFG", marks=_SLOW),

@@ -73,7 +73,13 @@ def crossing(per_role: int) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("role", "name"), crossing(2))
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if number % 2 else ())
+        for number, case in enumerate(crossing(2))
+    ],
+)
 def test_what_was_planted_is_named(role: str, name: str) -> None:
     model = double("v4", "nvfp4-full")
     place, fault = component(model, role), MODEL_FAULTS[name]
