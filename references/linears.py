@@ -226,15 +226,21 @@ def matrix_parts(shape: tuple[int, ...], most: int = _CHUNK) -> Iterator[slice]:
         yield slice(begin, min(begin + rows, shape[0]))
 
 
-def linear(
-    inputs: Mapping[str, Tensor], format_name: str | None, weight: Weight, numerics: Numerics
-) -> Tensor:
-    """Return the product of an input, which may be codes, in the dtype of products."""
-    made = short_summed(inputs, format_name, weight, numerics)
-    if made is not None:
-        return made
-    x = activation_values(inputs, format_name, numerics.products, numerics)
-    return product(x, weight, numerics.products, numerics)
+def products(
+    inputs: Mapping[str, Tensor],
+    format_name: str | None,
+    weights: Iterable[Weight],
+    numerics: Numerics,
+) -> list[Tensor]:
+    """Return the products of one input, which may be codes, in the dtype of products."""
+    dtype, x, made = numerics.products, None, []
+    for weight in weights:
+        out = short_summed(inputs, format_name, weight, numerics)
+        if out is None:
+            x = activation_values(inputs, format_name, dtype, numerics) if x is None else x
+            out = product(x, weight, dtype, numerics)
+        made.append(out)
+    return made
 
 
 def matmul(x_TK: Tensor, weight: Weight, numerics: Numerics) -> Tensor:

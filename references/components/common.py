@@ -48,7 +48,7 @@ def linear(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply one linear; its input is codes where the recipe quantises it."""
     (name,) = weights
     numerics = facts.numerics
-    out = linears.linear(inputs, facts.activation(name), weights[name], numerics)
+    (out,) = linears.products(inputs, facts.activation(name), weights.values(), numerics)
     return {"out": cast(out, numerics.store)}
 
 
@@ -56,7 +56,7 @@ def stacked(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply linears of one input, outputs side by side: gate and up [T, 2F], gate first."""
     numerics = facts.numerics
     form = facts.activation(next(iter(weights)))
-    parts = [linears.linear(inputs, form, weight, numerics) for weight in weights.values()]
+    parts = linears.products(inputs, form, weights.values(), numerics)
     return {"out": cast(torch.cat(parts, dim=-1), numerics.store)}
 
 
