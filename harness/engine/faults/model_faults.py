@@ -241,34 +241,36 @@ class ModelFault:
 
 def with_weights(change: Callable[[str, Weight], Weight]) -> Callable[..., ComponentCall]:
     """Wrap a call so that its weights are changed; `change` may return its argument."""
+    return partial(changed_weights, change)
 
-    def apply(call: ComponentCall) -> ComponentCall:
-        def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
-            return call(inputs, ChangedWeights(weights, change))
 
-        return faulty
-
-    return apply
+def changed_weights(change: Callable[[str, Weight], Weight], call: ComponentCall) -> ComponentCall:
+    """Return a call whose weights are changed."""
+    return lambda inputs, weights: call(inputs, ChangedWeights(weights, change))
 
 
 def with_inputs(change: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Any:
     """Wrap a call so that its inputs are changed."""
+    return partial(changed_inputs, change)
 
-    def apply(call: ComponentCall) -> ComponentCall:
-        return lambda inputs, weights: call(change(inputs), weights)
 
-    return apply
+def changed_inputs(change: Callable[[Inputs], Inputs], call: ComponentCall) -> ComponentCall:
+    """Return a call whose inputs are changed."""
+    return lambda inputs, weights: call(change(inputs), weights)
 
 
 def with_outputs(
     change: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> Any:
     """Wrap a call so that its outputs are changed; `change` gets inputs and outputs."""
+    return partial(changed_outputs, change)
 
-    def apply(call: ComponentCall) -> ComponentCall:
-        return lambda inputs, weights: change(inputs, call(inputs, weights))
 
-    return apply
+def changed_outputs(
+    change: Callable[[Inputs, Inputs], Inputs], call: ComponentCall
+) -> ComponentCall:
+    """Return a call whose outputs are changed."""
+    return lambda inputs, weights: change(inputs, call(inputs, weights))
 
 
 class ChangedWeights(Mapping[str, "Weight"]):
@@ -350,13 +352,16 @@ def with_facts(
     context: ComponentContext, change: Callable[[Any], ModelFacts]
 ) -> Callable[..., ComponentCall]:
     """Run the same function with other facts."""
+    return partial(changed_facts, context, change)
 
-    def apply(call: ComponentCall) -> ComponentCall:
-        own = call if facts_of(call) is not None else context.call
-        assert isinstance(own, partial), "called only where has_facts"
-        return partial(own.func, change(own.args[0]))
 
-    return apply
+def changed_facts(
+    context: ComponentContext, change: Callable[[Any], ModelFacts], call: ComponentCall
+) -> ComponentCall:
+    """Return a call with other facts."""
+    own = call if facts_of(call) is not None else context.call
+    assert isinstance(own, partial), "called only where has_facts"
+    return partial(own.func, change(own.args[0]))
 
 
 def with_function(context: ComponentContext, function: Function) -> Callable[..., ComponentCall]:

@@ -359,13 +359,28 @@ def _by_scales(some: Equations) -> Iterator[OperandChange]:
             yield OperandChange(words, partial(_on_scales, of))
 
 
+def _of_first(dims: tuple[int, ...], scales: Tensor) -> Tensor:
+    first = scales
+    for dim in dims:
+        first = first.narrow(dim, 0, 1)
+    return first.expand_as(scales)
+
+
+def _of_largest(dims: tuple[int, ...], scales: Tensor) -> Tensor:
+    return scales.amax(dims, keepdim=True).expand_as(scales)
+
+
+def _always(made: Tensor, _own: Tensor) -> Tensor:
+    return made
+
+
 _REDUCED: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
-    ("every row has one block scale, its first", lambda s: s[:, :1].expand_as(s)),
-    ("every row has one block scale, its largest", lambda s: s.amax(1, True).expand_as(s)),
-    ("all rows have the block scales of the first one", lambda s: s[:1].expand_as(s)),
-    ("all rows have one block scale a column, the largest", lambda s: s.amax(0, True).expand_as(s)),
-    ("all blocks have one scale, the first", lambda s: s[:1, :1].expand_as(s)),
-    ("all blocks have one scale, the largest", lambda s: s.amax().expand_as(s)),
+    ("every row has one block scale, its first", partial(_of_first, (1,))),
+    ("every row has one block scale, its largest", partial(_of_largest, (1,))),
+    ("all rows have the block scales of the first one", partial(_of_first, (0,))),
+    ("all rows have one block scale a column, the largest", partial(_of_largest, (0,))),
+    ("all blocks have one scale, the first", partial(_of_first, (0, 1))),
+    ("all blocks have one scale, the largest", partial(_of_largest, (0, 1))),
 )
 
 
@@ -499,7 +514,7 @@ def _by_free_scales(equations: Equations) -> Iterator[OperandChange]:
     yield OperandChange(
         f"{len(apart)} of {used.numel()} block scales are others, by no rule that was found"
         f" ({lines[0]})",
-        partial(_on_scales, lambda _: made),
+        partial(_on_scales, partial(_always, made)),
         constant=True,
         table=tuple(lines),
     )
@@ -553,7 +568,7 @@ def _by_parts(some: Equations) -> Iterator[OperandChange]:
             continue
         words = _parts_words(factors, wide)
         spread = torch.tensor(factors, dtype=torch.float64).repeat_interleave(wide)
-        yield OperandChange(words, partial(_on_numbers, spread.mul))
+        yield OperandChange(words, partial(_on_numbers, partial(torch.mul, spread)))
         return
 
 

@@ -8,7 +8,8 @@ only if it predicts what it was not made from.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from degarble.harness.engine.recover.weights import (
     RecoveredWeight,
     RowGain,
     ScaleChange,
-    as_used,
+    UsedWeights,
     recovered_weight,
 )
 from degarble.harness.engine.recover.whole import causes_in_operands, largest_call
@@ -44,9 +45,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.diagnose.trial import VariantFit
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
-    from degarble.harness.engine.recover.maps import OutputMap
     from degarble.harness.engine.recover.weights import RecoveredRow
-    from degarble.harness.formats.weight import Weight
 
 SHOWN = 8  # rows of a table, weights of a sentence
 FEW_PARTS = 2  # different changes in a sentence
@@ -64,6 +63,7 @@ class Described:
     variant: FaultVariant
     fit: VariantFit
     here: bool = False  # said of rows of these calls, and of no other call
+    context: ComponentContext | None = None  # in which it was described
 
     @property
     def evidence(self) -> str:
@@ -81,12 +81,13 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
     """
     if not calls or calls[0].implied:
         return None
-    return (
+    found = (
         _by_weights(context, calls)
         or _by_outputs(context, calls)
         or _by_operands(context, calls)
         or _by_edits(context, calls)
     )
+    return None if found is None else replace(found, context=context)
 
 
 def _predicts(
@@ -112,7 +113,8 @@ def _predicts(
 
 def _by_weights(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
     found: list[RecoveredWeight] = []
-    used: dict[str, Weight] = {}
+    by_name: dict[str, list[RecoveredWeight]] = {}
+    copied: dict[str, Tensor] = {}
     own = {full_name(context, name): numbers_of(w) for name, w in context.weights.items()}
     for view in views_of(context, calls[0]):
         if not bool(view.wrong.any()):
@@ -123,13 +125,14 @@ def _by_weights(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
         recovered = recovered_weight(view, name, sources, elsewhere)
         if recovered is None:
             return None
-        rows, sources = recovered[0], dict(recovered[1])
-        found.append(rows)
-        before = used.get(view.name, view.weight)
-        used[view.name] = as_used(before, numbers_of(before).double(), rows, sources)
+        found.append(recovered[0])
+        by_name.setdefault(view.name, []).append(recovered[0])
+        copied |= recovered[1]
     if not found:
         return None
-    variant = FaultVariant("the weight as it was used", with_weights(used.get))
+    variant = FaultVariant(
+        "the weight as it was used", with_weights(UsedWeights(context, by_name, copied))
+    )
     fit = _predicts(context, calls, variant)
     if fit is None:
         return None
@@ -346,7 +349,9 @@ _QUANTISER = "Look at the quantiser of the input, and at how the kernel reads co
 def _by_outputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
     for sides in _sides(context, calls[0]):
         for found in maps_of(sides):
-            variant = FaultVariant(found.words, with_outputs(_mapped(found)))
+            variant = FaultVariant(
+                found.words, with_outputs(partial(mapped, found.output, found.apply))
+            )
             fit = _predicts(context, calls, variant)
             if fit is not None:
                 what = "" if found.output == "out" else f" of {found.output}"
@@ -359,13 +364,15 @@ def _by_outputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
     return None
 
 
-def _mapped(found: OutputMap) -> Callable[..., Mapping[str, Tensor]]:
-    def apply(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        right = outputs[found.output]
-        made = found.apply(as_matrix(right)).reshape(right.shape).to(right.dtype)
-        return {**outputs, found.output: made}
-
-    return apply
+def mapped(
+    output: str,
+    of: Callable[[Tensor], Tensor],
+    _inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+) -> Mapping[str, Tensor]:
+    """Return outputs of which one was changed, as a matrix."""
+    right = outputs[output]
+    return {**outputs, output: of(as_matrix(right)).reshape(right.shape).to(right.dtype)}
 
 
 def _is_coded(x: Tensor) -> bool:

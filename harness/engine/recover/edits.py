@@ -306,19 +306,31 @@ def _of_positions(record: CallRecord) -> Iterator[FaultVariant]:
         ("turned in sign", torch.neg),
         ("doubled", partial(torch.mul, other=2)),
         ("halved", partial(torch.div, other=2, rounding_mode="floor")),
-        ("those of the rows of the call", lambda p: torch.arange(len(p)).to(p.dtype)),
-        ("counted from the call's first token", lambda p: p - p[:1]),
+        ("those of the rows of the call", _counted_rows),
+        ("counted from the call's first token", _from_first),
         ("in reverse order", partial(torch.flip, dims=(0,))),
     ]
     most = _right_until(record, positions)
     if most is not None:
         rules += [
             (f"not above {most}", partial(torch.clamp, max=most)),
-            (f"0 above {most}", lambda p: torch.where(p > most, 0, p)),
-            (f"counted anew above {most}", lambda p: p % (most + 1)),
+            (f"0 above {most}", partial(_zero_above, most)),
+            (f"counted anew above {most}", partial(torch.remainder, other=most + 1)),
         ]
     for words, of in rules:
         yield FaultVariant(f"positions are {words}", with_inputs(partial(_positions_by, of)))
+
+
+def _counted_rows(positions: Tensor) -> Tensor:
+    return torch.arange(len(positions)).to(positions.dtype)
+
+
+def _from_first(positions: Tensor) -> Tensor:
+    return positions - positions[:1]
+
+
+def _zero_above(most: int, positions: Tensor) -> Tensor:
+    return torch.where(positions > most, 0, positions)
 
 
 def _positions_by(of: Callable[[Tensor], Tensor], inputs: Tensors) -> Tensors:

@@ -91,7 +91,7 @@ def _moved_lines(sides: Sides, kind: str, dim: int) -> OutputMap | None:
     words = "" if places is None else moved(places, kind)
     if places is None or not words:
         return None
-    return OutputMap(sides.output, words, lambda right: _taken(right, places, dim), here=not dim)
+    return OutputMap(sides.output, words, partial(_taken, places=places, dim=dim), here=not dim)
 
 
 def _taken(right: Tensor, places: Tensor, dim: int) -> Tensor:
@@ -170,16 +170,22 @@ def _filled(sides: Sides) -> OutputMap | None:
     rows = "" if (top, bottom) == (0, count) else f"rows {top} to {bottom - 1}"
     columns = "" if (left, right) == (0, width) else f"columns {left} to {right - 1}"
     where = ", ".join(each for each in (rows, columns) if each) or "all numbers"
-    shape = sides.seen.shape
-
-    def filled(x: Tensor) -> Tensor:
-        made = x.clone()
-        if rows and x.shape != shape:
-            return made  # a call of other rows: the part says nothing about it
-        made[part.index if rows else (slice(None), slice(left, right))] = value
-        return made
-
+    shape = tuple(sides.seen.shape) if rows else ()
+    filled = partial(_with_filled, shape, part.rows, part.columns, value)
     return OutputMap(sides.output, f"{where} hold {number(value, 4)}", filled, here=bool(rows))
+
+
+Ends = tuple[int, int]
+
+
+def _with_filled(
+    shape: tuple[int, ...], rows: Ends, columns: Ends, value: float, right: Tensor
+) -> Tensor:
+    made = right.clone()
+    if shape and right.shape != shape:
+        return made  # a call of other rows: the part says nothing about it
+    made[slice(*rows) if shape else slice(None), slice(*columns)] = value
+    return made
 
 
 def _moved_part(sides: Sides) -> OutputMap | None:
@@ -206,16 +212,9 @@ def _moved_part(sides: Sides) -> OutputMap | None:
     if not sources or not bool(sides.seen[part.index].any()):
         return None
     row, column = min(sources, key=lambda each: abs(each[0] - top) + abs(each[1] - left))
-    shape, everywhere = sides.seen.shape, high == count
-
-    def moved_part(x: Tensor) -> Tensor:
-        made = x.clone()
-        if everywhere:
-            made[:, left:right] = x[:, column : column + wide]
-        elif x.shape == shape:
-            made[part.index] = x[row : row + high, column : column + wide]
-        return made
-
+    everywhere = high == count
+    shape = () if everywhere else tuple(sides.seen.shape)
+    moved_part = partial(_with_part, shape, (top, row, high), (left, column, wide))
     rows = "" if everywhere else f"rows {top} to {bottom - 1}, "
     of = "" if everywhere or row == top else f"rows {row} to {row + high - 1}, "
     words = (
@@ -223,6 +222,22 @@ def _moved_part(sides: Sides) -> OutputMap | None:
         f" {column + wide - 1}"
     )
     return OutputMap(sides.output, words, moved_part, here=not everywhere)
+
+
+def _with_part(
+    shape: tuple[int, ...],
+    rows: tuple[int, int, int],
+    columns: tuple[int, int, int],
+    right: Tensor,
+) -> Tensor:
+    """Copy a part: places of rows and columns, those they are copied from, and how many."""
+    made = right.clone()
+    if shape and right.shape != shape:
+        return made
+    (top, row, high), (left, column, wide) = rows, columns
+    to, source = (slice(top, top + high), slice(row, row + high)) if shape else (slice(None),) * 2
+    made[to, left : left + wide] = right[source, column : column + wide]
+    return made
 
 
 def _gains(sides: Sides) -> OutputMap | None:
@@ -248,7 +263,7 @@ def _gains(sides: Sides) -> OutputMap | None:
     where = f"columns {begin} to {end}" if whole else f"{len(columns)} columns ({few}, ...)"
     where = "all numbers" if len(columns) == len(wrong) else where
     words = f"{where} are multiplied by {number(mean, 4)}"
-    return OutputMap(sides.output, words, lambda x: x * own)
+    return OutputMap(sides.output, words, partial(torch.mul, own))
 
 
 def simplest(factor: float, slack: float) -> float:
@@ -279,7 +294,7 @@ def _clamped(sides: Sides) -> OutputMap | None:
 
 
 def _clamp(output: str, low: float, high: float, words: str) -> OutputMap:
-    return OutputMap(output, words, lambda right: right.clamp(low, high))
+    return OutputMap(output, words, partial(torch.clamp, min=low, max=high))
 
 
 def _cut(sides: Sides) -> OutputMap | None:

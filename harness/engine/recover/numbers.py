@@ -63,13 +63,13 @@ def functions() -> tuple[Named, ...]:
         Named("without their sign", torch.abs),
         Named("turned in sign", torch.neg),
         Named("0 where they are negative", torch.relu),
-        Named("0 where they are positive", lambda x: -torch.relu(-x)),
+        Named("0 where they are positive", _negative),
         Named("rounded up to powers of two", partial(power_of_two, rounding=torch.ceil)),
         Named("rounded down to powers of two", partial(power_of_two, rounding=torch.floor)),
         Named("rounded to powers of two", partial(power_of_two, rounding=_nearest)),
-        Named("divided instead of multiplied", lambda x: 1 / x),
+        Named("divided instead of multiplied", torch.reciprocal),
         Named("applied twice", torch.square),
-        Named("replaced by their root", lambda x: x.abs().sqrt()),
+        Named("replaced by their root", _root),
     ]
     found += [
         Named(f"rounded to {form.name}", partial(cast_to, form=form))
@@ -84,6 +84,14 @@ def functions() -> tuple[Named, ...]:
                 )
             )
     return tuple(found)
+
+
+def _negative(x: Tensor) -> Tensor:
+    return -torch.relu(-x)
+
+
+def _root(x: Tensor) -> Tensor:
+    return x.abs().sqrt()
 
 
 def power_of_two(x: Tensor, rounding: Function) -> Tensor:
@@ -166,14 +174,14 @@ def places(count: int) -> tuple[Places, ...]:
                 Places(f"{words}, around the end", partial(_rolled, step=step)),
                 Places(f"{words}, the last repeated", partial(_shifted, step=step)),
             ]
-    found.append(Places("those half of all away", lambda n: _rolled(n, n // 2)))
-    found.append(Places("the first one's", lambda n: torch.zeros(n, dtype=torch.int64)))
+    found.append(Places("those half of all away", _half_away))
+    found.append(Places("the first one's", _first))
     mask = 1
     while mask < count:
         for width in range(mask, 2 * mask) if mask < 16 else (mask, 2 * mask - 1):
             found.append(Places(_exchange(width, mask), partial(_exchanged, mask=width)))
         mask *= 2
-    found.append(Places("those in reverse order", lambda n: torch.arange(n).flip(0)))
+    found.append(Places("those in reverse order", _reversed))
     for inner in _divisors(count):
         for wide in _divisors(inner):
             words = f"transposed as {wide} by {inner // wide}"
@@ -188,6 +196,18 @@ def _divisors(count: int) -> Iterator[int]:
 
 def _rolled(count: int, step: int) -> Tensor:
     return (torch.arange(count) + step) % count
+
+
+def _half_away(count: int) -> Tensor:
+    return _rolled(count, count // 2)
+
+
+def _first(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64)
+
+
+def _reversed(count: int) -> Tensor:
+    return torch.arange(count).flip(0)
 
 
 def _shifted(count: int, step: int) -> Tensor:
@@ -234,7 +254,7 @@ def grids() -> tuple[PlaceRule, ...]:
         ]
     found += [
         PlaceRule("in columns, read row by row", _columnwise),
-        PlaceRule("row by row, read in columns", lambda m, n: _columnwise(n, m)),
+        PlaceRule("row by row, read in columns", _rowwise),
     ]
     for step in (1, -1, 2, -2, 4, -4):
         side = "after" if step > 0 else "before"
@@ -262,6 +282,10 @@ def _twice(layout: ScaleLayout, rows: int, columns: int) -> Tensor:
 
 def _columnwise(rows: int, columns: int) -> Tensor:
     return torch.arange(rows * columns).reshape(columns, rows).T.reshape(-1)
+
+
+def _rowwise(rows: int, columns: int) -> Tensor:
+    return _columnwise(columns, rows)
 
 
 def _flat_shift(rows: int, columns: int, step: int) -> Tensor:

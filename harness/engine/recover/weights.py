@@ -10,21 +10,24 @@ Shape letters: T rows of inputs, N rows of a weight, C wrong columns, K elements
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.harness.engine.faults.weight_faults import by_tensor_scale, scale_numbers
+from degarble.harness.base.errors import UnknownName
+from degarble.harness.engine.faults.regions import full_name
+from degarble.harness.engine.faults.weight_faults import by_tensor_scale, numbers_of, scale_numbers
 from degarble.harness.formats.codec import decode_array, pack_nibbles
 from degarble.harness.formats.quantise import spread_blocks
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from degarble.harness.engine.faults.model_faults import ComponentContext
     from degarble.harness.engine.recover.products import ProductView
     from degarble.harness.formats.number_formats import NumberFormat
     from degarble.harness.formats.quantise import QuantisedTensor
@@ -437,6 +440,60 @@ def _plain_codes(weight: Weight, row: int, column: int) -> tuple[int | None, Ten
 
 
 # ---- the weight as it was used -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class UsedWeights:
+    """Weights of a component with what was recovered of them; each is made once.
+
+    `copied` are the numbers of weights whose rows were used; those that it lacks are looked up.
+    """
+
+    context: ComponentContext
+    found: Mapping[str, Sequence[RecoveredWeight]]  # by local name
+    copied: dict[str, Tensor] = field(default_factory=dict)
+    _made: dict[str, tuple[Weight, Weight]] = field(default_factory=dict, init=False)
+
+    def __call__(self, name: str, weight: Weight) -> Weight:
+        """Return a weight as it was used."""
+        if name not in self.found:
+            return weight
+        known = self._made.get(name)
+        if known is None or known[0] is not weight:
+            made = weight
+            for each in self.found[name]:
+                made = as_used(made, numbers_of(made).double(), each, self._sources(each))
+            known = self._made[name] = weight, made
+        return known[1]
+
+    def _sources(self, found: RecoveredWeight) -> Mapping[str, Tensor]:
+        for row in found.rows:
+            for change in row.changes:
+                if isinstance(change, CopiedRow) and change.source not in self.copied:
+                    self.copied[change.source] = numbers_of(
+                        named_weight(self.context, change.source)
+                    )
+        return self.copied
+
+
+def named_weight(context: ComponentContext, name: str) -> Weight:
+    """Return a weight of the model by its full name: of this component, or of another one."""
+    own = (each for each in context.weights if full_name(context, each) == name)
+    local = next(own, None)
+    if local is not None:
+        return context.weights[local]
+    for component in context.bound.calls:
+        sibling = context.sibling(component) if component != context.name else None
+        if sibling is None:
+            continue
+        try:
+            weights = dict(sibling.weights)
+        except KeyError:
+            continue  # the model was bound for one component
+        for each, weight in weights.items():
+            if full_name(sibling, each) == name:
+                return weight
+    raise UnknownName.among("weight", name, [full_name(context, each) for each in context.weights])
 
 
 def as_used(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -150,16 +151,6 @@ def _holds(change: OperandChange, equations: Equations) -> bool:
 
 
 def _weights_cause(context: ComponentContext, found: Mapping[str, OperandChange]) -> OperandCause:
-    made: dict[str, Weight] = {}
-
-    def used(name: str, weight: Weight) -> Weight:
-        if name not in found:
-            return weight
-        if name not in made:
-            numbers = found[name].numbers(operand_of(weight))
-            made[name] = Weight(value=numbers, input_scale=weight.input_scale)
-        return made[name]
-
     by_words: dict[str, list[str]] = defaultdict(list)
     for name, change in found.items():
         by_words[change.words].append(full_name(context, name))
@@ -169,7 +160,29 @@ def _weights_cause(context: ComponentContext, found: Mapping[str, OperandChange]
     words = " and ".join(parts) + (f", and {more} weights more are changed" if more else "")
     table = tuple(line for change in found.values() for line in change.table)
     constant = any(change.constant for change in found.values())
-    return OperandCause(words, FaultVariant(words, with_weights(used)), False, constant, table)
+    return OperandCause(
+        words, FaultVariant(words, with_weights(ChangedOperands(found))), False, constant, table
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ChangedOperands:
+    """Change some weights of a component as operands; each is changed once."""
+
+    changes: Mapping[str, OperandChange]
+    _made: dict[str, tuple[Weight, Weight]] = field(default_factory=dict, init=False)
+
+    def __call__(self, name: str, weight: Weight) -> Weight:
+        """Return a weight as it was multiplied."""
+        change = self.changes.get(name)
+        if change is None:
+            return weight
+        known = self._made.get(name)
+        if known is None or known[0] is not weight:
+            numbers = change.numbers(operand_of(weight))
+            known = weight, Weight(value=numbers, input_scale=weight.input_scale)
+            self._made[name] = known
+        return known[1]
 
 
 def _listed(names: Sequence[str], everything: int) -> str:
@@ -200,16 +213,17 @@ def _in_input(
         if change.constant or not all(_holds(change, each) for each in joined[1:]):
             continue
         words = f"in the {'quantised ' if CODES in record.inputs else ''}input {change.words}"
+        changed = with_inputs(partial(_input_changed, change, form, dtype))
+        yield OperandCause(words, FaultVariant(words, changed), True)
 
-        def changed(
-            inputs: Mapping[str, Tensor], change: OperandChange = change
-        ) -> Mapping[str, Tensor]:
-            made = change.numbers(operand_of_input(inputs, form))
-            lead = inputs[CODES if CODES in inputs else X].shape[:-1]
-            rest = {name: tensor for name, tensor in inputs.items() if name not in _CODED}
-            return {**rest, X: made.reshape(*lead, -1).to(dtype)}
 
-        yield OperandCause(words, FaultVariant(words, with_inputs(changed)), True)
+def _input_changed(
+    change: OperandChange, form: str | None, dtype: torch.dtype, inputs: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    made = change.numbers(operand_of_input(inputs, form))
+    lead = inputs[CODES if CODES in inputs else X].shape[:-1]
+    rest = {name: tensor for name, tensor in inputs.items() if name not in _CODED}
+    return {**rest, X: made.reshape(*lead, -1).to(dtype)}
 
 
 def _of_input(views: Sequence[ProductView], operand: StoredOperand) -> Equations:
