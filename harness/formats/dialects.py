@@ -64,6 +64,7 @@ class BlockScaleRule(StrEnum):
     QUOTIENT_TIMES_ENCODE = "G * (a / q), the quotient rounded to the dtype of the values"
     QUOTIENT_OVER_DECODE = "(a / q) / s"
     AMAX_SHARE = "max(a, floor) * (1/q)"
+    AMAX_OVER_LARGEST = "a / q"
 
 
 class ValueRule(StrEnum):
@@ -163,7 +164,7 @@ def _one_scale_rule(fmt: BlockFormat, non_finite: NonFinite) -> BlockRule:
         format=fmt,
         tensor_scale=TensorScaleRule.ABSENT,
         stored_direction=None,
-        block_scale=BlockScaleRule.AMAX_SHARE,
+        block_scale=BlockScaleRule.AMAX_OVER_LARGEST,
         value=ValueRule.OVER_BLOCK,
         zero_scale_before=1.0,
         non_finite=non_finite,

@@ -139,6 +139,12 @@ def _amax_share(
     return amax.clamp(min=rule.amax_floor) * _largest_element(amax, rule.format).reciprocal()
 
 
+def _amax_over_largest(
+    amax: Tensor, _scales: TensorScales, rule: BlockRule, _dtype: torch.dtype
+) -> Tensor:
+    return amax / _largest_element(amax, rule.format)
+
+
 BLOCK_SCALE: Mapping[
     BlockScaleRule, Callable[[Tensor, TensorScales, BlockRule, torch.dtype], Tensor]
 ] = {
@@ -148,6 +154,7 @@ BLOCK_SCALE: Mapping[
     BlockScaleRule.QUOTIENT_TIMES_ENCODE: _quotient_times_encode,
     BlockScaleRule.QUOTIENT_OVER_DECODE: _quotient_over_decode,
     BlockScaleRule.AMAX_SHARE: _amax_share,
+    BlockScaleRule.AMAX_OVER_LARGEST: _amax_over_largest,
 }
 
 

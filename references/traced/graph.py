@@ -72,6 +72,7 @@ class TracedComponent:
 
     is_recurrent: bool = False  # its operations run along the tokens
     is_rectangular: bool = False  # with a mask of tokens by tokens, and not in chunks
+    is_fused: bool = False  # an engine's own kernels ran it: what they store is unknown
     whole: frozenset[str] = frozenset()  # inputs that hold earlier tokens as well, from a cache
 
     @property

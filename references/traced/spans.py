@@ -77,6 +77,8 @@ def coarsened(graph: Graph, recorded: Iterable[str]) -> Graph:
         parts = _parts(graph, by_name, component, known)
         if len(parts) == 1 and component.kind in _STORED_ONCE:
             made = replace(component, outputs=outputs)
+        elif len(parts) == 1 and component.kind is BoundaryKind.EXPERTS:
+            made = replace(component, outputs=outputs, is_fused=True)
         else:
             made = _span(graph, component, parts, outputs, known)
         components.append(made)

@@ -140,18 +140,21 @@ def short_sums(x: Tensor, w: Tensor, stage: int, step: int = 32) -> Tensor:
 class Emulation(NamedTuple):
     """What an engine does: its rounding of inputs, and whether operands become BF16.
 
-    `stage` is the extent of K after which a tensor core's short sums are added to float32.
+    `stage` is the extent of K after which a tensor core's short sums are added to float32; `fused`
+    experts store their activation and the sum over experts alone.
     """
 
     rounds: Rounds | None = emulated
     decoded: bool = True
     stage: int | None = None
+    fused: bool = False
 
 
 EXACT = Emulation(decoded=False)
 DECODED = Emulation()
 PLAIN = Emulation(rounds=None)
 STEPWISE = Emulation(stepwise)
+FUSED = Emulation(decoded=False, fused=True)
 SHORT = Emulation(decoded=False, stage=1 << 20)
 STAGED = Emulation(decoded=False, stage=128)
 
@@ -257,11 +260,11 @@ class QuantisedRun:
                 made = _short_forward(weight, self.way, self.scales[path], way.stage)
             module.forward = MethodType(made, module)
         for path, module in self.experts():
-            rounds = way.rounds if only(path) else None
-            module.forward = MethodType(self._experts_forward(path, rounds, way.decoded), module)
+            chosen = way if only(path) else way._replace(rounds=None)
+            module.forward = MethodType(self._experts_forward(path, chosen), module)
 
-    def _experts_forward(self, path: str, rounds: Rounds | None, decoded: bool) -> Any:
-        """Return a loop over experts, as transformers' eager one."""
+    def _experts_forward(self, path: str, way: Emulation) -> Any:
+        """Return a loop over experts, as transformers' eager one or as fused kernels compute."""
         parts = ("gate_up_proj", "down_proj")
         weights = [
             self.weights[logical_name(f"{path}.{part}")].values(torch.float32) for part in parts
@@ -271,20 +274,23 @@ class QuantisedRun:
         def product(at: int, number: int, x: Tensor) -> Tensor:
             scale = scales[at]
             own = None if scale is None else scale[number]
-            given = x if rounds is None else rounds(x, self.way, own)
-            dtype = x.dtype if decoded else torch.float32
-            return linear(given.to(dtype), weights[at][number].to(x.device, dtype)).to(x.dtype)
+            given = x if way.rounds is None else way.rounds(x, self.way, own)
+            dtype = x.dtype if way.decoded else torch.float32
+            made = linear(given.to(dtype), weights[at][number].to(x.device, dtype))
+            return made if way.fused else made.to(x.dtype)
 
         def forward(
             module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
-            out = torch.zeros_like(hidden_states)
+            held = torch.float32 if way.fused else hidden_states.dtype
+            out = torch.zeros_like(hidden_states, dtype=held)
             for number in top_k_index.unique().tolist():
                 token, slot = (top_k_index == number).nonzero(as_tuple=True)
                 made = module._apply_gate(product(0, number, hidden_states[token]))
+                made = made.to(hidden_states.dtype)
                 made = product(1, number, made) * top_k_weights[token, slot, None]
                 out.index_add_(0, token, made.to(out.dtype))
-            return out
+            return out.to(hidden_states.dtype)
 
         return forward
 

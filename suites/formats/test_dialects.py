@@ -401,6 +401,7 @@ def test_block_scales_round_after_every_operation(seed: int) -> None:
             BlockScaleRule.QUOTIENT_TIMES_ENCODE: g * quotient,
             BlockScaleRule.QUOTIENT_OVER_DECODE: (a / SIX) / s,
             BlockScaleRule.AMAX_SHARE: a * (ONE / SIX),
+            BlockScaleRule.AMAX_OVER_LARGEST: a / SIX,
         }
     scales = TensorScales(torch.from_numpy(g), torch.from_numpy(s))
     rule = CANONICAL.rule_for(NVFP4)

@@ -344,7 +344,7 @@ SUMS = frozenset(
 )
 _TRACED = (
     "traced.embedding traced.cache traced.norm traced.activation traced.rotary traced.attention"
-    " traced.router traced.experts traced.module traced.rotation traced.residual traced.gated"
+    " traced.router traced.module traced.rotation traced.residual traced.gated"
     " traced.stretch"
 )
 _WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
@@ -365,6 +365,7 @@ _WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
     ("traced.choice", traced.exact_rows),
     ("traced.linear", traced.linear),
     ("traced.span", spans.span),
+    ("traced.experts", spans.experts),
     (_TRACED, traced.traced),
 )
 WHOLE: Mapping[str, Whole] = MappingProxyType(

@@ -23,15 +23,16 @@ import torch
 from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.engine.budget.rules import output_format
 from degarble.harness.engine.budget.running_errors import RunningErrors
-from degarble.harness.engine.budget.traced import Choices
+from degarble.harness.engine.budget.traced import Choices, short_summed, traced
 from degarble.references.traced.definitions import Roundings, compute
-from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential
+from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential, keeps_state
 from degarble.references.traced.spans import ComponentSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.rules import JudgeableCall
+    from degarble.references.traced.graph import TracedComponent
 
 SAMPLES = 4
 MARGIN = 16.0  # times the root mean square of a row's deviations
@@ -52,6 +53,10 @@ class _Possible(Roundings):
         return self._errors.widened(value, torch.finfo(dtype).eps / 2)
 
     between = sums = operation
+
+    def summed(self, coded: Tensor, product: Tensor, summed: Tensor) -> Tensor:
+        """Sum as a tensor core does."""
+        return short_summed(self._errors, coded, product, summed)
 
 
 class _Moved(Roundings):
@@ -79,11 +84,17 @@ class _Slack:
     doubtful: Tensor
 
 
+def experts(call: JudgeableCall) -> dict[str, Budget]:
+    """Return the budget of routed experts, whose kernels may be an engine's own."""
+    facts = call.facts
+    assert isinstance(facts, TracedFacts), "bound by its family"
+    return span(call) if facts.traced.is_fused else traced(call)
+
+
 def span(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of every output of a span."""
     facts = call.facts
     assert isinstance(facts, TracedFacts), "bound by its family"
-    assert isinstance(facts.traced, ComponentSpan), "bound by its family"
     parts: dict[str, list[_Slack]] = {name: [] for name in call.outputs}
     given = by_sequence(facts.traced, call.inputs) if is_sequential(facts.traced) else None
     for inputs, count in given if given is not None else [(dict(call.inputs), 0)]:
@@ -92,11 +103,12 @@ def span(call: JudgeableCall) -> dict[str, Budget]:
     return {name: _budget(call.outputs[name], facts.traced, found) for name, found in parts.items()}
 
 
-def _budget(out: Tensor, component: ComponentSpan, parts: list[_Slack]) -> Budget:
+def _budget(out: Tensor, component: TracedComponent, parts: list[_Slack]) -> Budget:
     slack = torch.cat([part.slack for part in parts]).float().reshape(out.shape)
     measured = torch.cat([part.measured.flatten() for part in parts]).float().mean().item()
     doubtful = int(torch.cat([part.doubtful for part in parts]).sum())
-    derivation = [f"{len(component.parts)} components computed as one, each result stored or not"]
+    count = len(component.parts) if isinstance(component, ComponentSpan) else 1
+    derivation = [f"{count} components computed as one, each result stored or not"]
     if measured:
         derivation.append(
             f"measured for {measured:.0%} of the elements: {MARGIN:.0f} times the deviation of"
@@ -109,10 +121,9 @@ def _budget(out: Tensor, component: ComponentSpan, parts: list[_Slack]) -> Budge
 
 def _slack(call: JudgeableCall, facts: TracedFacts, inputs: dict[str, Tensor]) -> dict[str, _Slack]:
     graph, component, parameter = facts.graph, facts.traced, facts.parameter(call.weights)
-    assert isinstance(component, ComponentSpan), "bound by its family"
     chosen = Choices()
     with chosen:
-        exact = compute(graph, component, inputs, parameter, Roundings())
+        exact = compute(graph, component, inputs, parameter, facts.roundings)
     errors = RunningErrors()
     with errors:
         made = compute(graph, component, inputs, parameter, _Possible(errors))
@@ -127,7 +138,7 @@ def _slack(call: JudgeableCall, facts: TracedFacts, inputs: dict[str, Tensor]) -
     found = {}
     for name, out in exact.items():
         rows = out.shape[0]
-        doubtful = _in_doubt(chosen.found, others, rows, along=component.is_along_tokens)
+        doubtful = _in_doubt(chosen.found, others, rows, along=keeps_state(component))
         derived = torch.where(
             errors.of(made[name]).isfinite(), errors.of(made[name]), torch.inf
         ).reshape(rows, -1)

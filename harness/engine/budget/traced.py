@@ -86,19 +86,23 @@ class _Tracked(Roundings):
         return made
 
     def summed(self, coded: Tensor, product: Tensor, summed: Tensor) -> Tensor:
-        """Sum as a tensor core does; of codes that may step, what it cuts off may differ.
+        """Sum as a tensor core does."""
+        return short_summed(self._errors, coded, product, summed)
 
-        Each step's cut is then another number of the same size, so that the difference of two sums
-        is as large as what they lose: that of the element, and some deviations of the row.
-        """
-        errors = self._errors
-        with _disable_current_modes():
-            lost = (summed - product).abs()
-            row = lost.square().mean(-1, keepdim=True).sqrt()
-            steps = (errors.of(coded) > 0).any(-1, keepdim=True)
-            error = errors.of(product) + torch.where(steps, lost + _CUTS * row, 0.0)
-        errors.note(summed, error)
-        return summed
+
+def short_summed(errors: RunningErrors, coded: Tensor, product: Tensor, summed: Tensor) -> Tensor:
+    """Note the error of a tensor core's sum; of codes that may step, what it cuts off may differ.
+
+    Each step's cut is then another number of the same size, so that the difference of two sums is
+    as large as what they lose: that of the element, and some deviations of the row.
+    """
+    with _disable_current_modes():
+        lost = (summed - product).abs()
+        row = lost.square().mean(-1, keepdim=True).sqrt()
+        steps = (errors.of(coded) > 0).any(-1, keepdim=True)
+        error = errors.of(product) + torch.where(steps, lost + _CUTS * row, 0.0)
+    errors.note(summed, error)
+    return summed
 
 
 def traced(call: JudgeableCall) -> dict[str, Budget]:

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict
+from degarble.references.traced.spans import tensor_names
 from degarble.suites.engine.quantised_runs import (
     DECODED,
     EXACT,
+    FUSED,
     INPUTS,
     PLAIN,
     SHORT,
@@ -26,11 +30,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.engine.localise.localise import Localised
     from degarble.suites.engine.quantised_runs import Emulation
 
 pytestmark = pytest.mark.needs("transformers")
 
 _ENGINES = {"exact": EXACT, "decoded": DECODED, "plain": PLAIN, "stepwise": STEPWISE}
+_EXPERTS = "layers.1.mlp.experts"
 _WIDE = {"hidden_size": 128, "intermediate_size": 256}
 # compressed-tensors rounds the scales of both by rules of their own.
 _WITHOUT_STEPS = frozenset({"NVFP4", "MXFP8"})
@@ -81,6 +87,29 @@ def test_a_healthy_run_of_quantised_experts_agrees(name: str, engine: str) -> No
     run.emulate(_ENGINES[engine])
     found = run.judged()
     assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+
+
+@pytest.mark.parametrize("engine", [FUSED, pytest.param(SHORT, marks=pytest.mark.slow)])
+def test_an_engine_stores_what_it_likes_in_its_experts(engine: Emulation) -> None:
+    run = _run("FP8 token", "qwen3_moe")
+    twin = run.twin()
+    twin = twin.coarsened(tensor_names(twin.config.graph))  # every tensor, by an engine's hooks
+
+    def experts_alone() -> Localised:
+        run.emulate(engine)
+        recorded = run.run()
+        recorded.calls[:] = [each for each in recorded.calls if each.component == _EXPERTS]
+        return localise(twin, run.recipe, recorded)
+
+    (row,) = experts_alone().rows
+    assert row.verdict is Verdict.AGREES
+    name = f"{_EXPERTS}.down_proj"
+    run.weights = {
+        **run.weights,
+        name: Weight(value=run.weights[name].values(torch.float32).flip(0)),
+    }
+    (row,) = experts_alone().rows
+    assert row.verdict is Verdict.DIFFERS
 
 
 @pytest.mark.parametrize(
