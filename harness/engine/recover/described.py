@@ -18,14 +18,27 @@ import torch
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
-from degarble.harness.engine.diagnose.trial import calls_in, explained
-from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs, with_weights
+from degarble.harness.engine.diagnose.trial import calls_in, distance, explained, is_by_row, make
+from degarble.harness.engine.faults.model_faults import (
+    FaultVariant,
+    with_inputs,
+    with_outputs,
+    with_weights,
+)
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
-from degarble.harness.engine.recover.edits import edits_of
-from degarble.harness.engine.recover.maps import Sides, as_matrix, maps_of, moved, simplest
+from degarble.harness.engine.recover.differences import rules_of
+from degarble.harness.engine.recover.edits import edits_of, input_by, least
+from degarble.harness.engine.recover.maps import (
+    Sides,
+    as_matrix,
+    maps_of,
+    moved,
+    simplest,
+)
 from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
 from degarble.harness.engine.recover.quantisers import quantiser_edits
+from degarble.harness.engine.recover.responses import recovered_input, seen_rows
 from degarble.harness.engine.recover.weights import (
     CopiedRow,
     Element,
@@ -35,7 +48,7 @@ from degarble.harness.engine.recover.weights import (
     UsedWeights,
     recovered_weight,
 )
-from degarble.harness.engine.recover.whole import causes_in_operands, largest_call
+from degarble.harness.engine.recover.whole import causes_in_operands, height, largest_call
 from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
@@ -45,10 +58,13 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.diagnose.trial import VariantFit
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
+    from degarble.harness.engine.recover.differences import Rule
     from degarble.harness.engine.recover.weights import RecoveredRow
 
 SHOWN = 8  # rows of a table, weights of a sentence
 FEW_PARTS = 2  # different changes in a sentence
+NEARLY = 0.1  # of the difference, that a rule with a fitted number leaves
+MOST_RULES = 10  # of one output that are proved
 MOST_SOURCES = 64  # weights of other components among whose rows copies are looked up
 MOST_NUMBERS = 1 << 26  # of one of them: half a gigabyte
 
@@ -84,6 +100,7 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
     found = (
         _by_weights(context, calls)
         or _by_outputs(context, calls)
+        or _by_inputs(context, calls)
         or _by_operands(context, calls)
         or _by_edits(context, calls)
     )
@@ -347,21 +364,45 @@ _QUANTISER = "Look at the quantiser of the input, and at how the kernel reads co
 
 
 def _by_outputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
-    for sides in _sides(context, calls[0]):
-        for found in maps_of(sides):
-            variant = FaultVariant(
-                found.words, with_outputs(partial(mapped, found.output, found.apply))
-            )
+    # Rows of one call may be counted, or have moved within it.
+    largest = max((largest_call(record) for record in calls), key=height)
+    for record in (calls[0], *(() if largest is calls[0] else (largest,))):
+        sides = list(_sides(context, record))
+        for found in (each for side in sides for each in maps_of(side)):
+            change = with_outputs(partial(mapped, found.output, found.apply))
+            variant = FaultVariant(found.words, change)
             fit = _predicts(context, calls, variant)
             if fit is not None:
-                what = "" if found.output == "out" else f" of {found.output}"
-                where = f"{what} of these calls" if found.here else what
-                sentence = f"The outputs{where} are the right ones in which {found.words}."
-                remedy = (
-                    "Look at how results are stored: epilogue, offsets of rows and tiles, casts."
-                )
-                return Described(sentence, remedy, (), variant, fit, found.here)
+                return _of_output(found.output, variant, fit, here=found.here)
+        for side in sides:
+            like = record.expected[side.output]
+            for wide, rule in _by_extents(side, like):
+                made = partial(_ruled_output, side.output, wide)
+                proved = _proved(context, calls, rule, made)
+                if proved is not None:
+                    return _of_output(side.output, *proved[1:], table=proved[0].table)
+            for variant in _sums(side, record):
+                fit = _predicts(context, calls, variant)
+                if fit is not None:
+                    return _of_output(side.output, variant, fit)
     return None
+
+
+def _of_output(
+    output: str,
+    variant: FaultVariant,
+    fit: VariantFit,
+    *,
+    table: tuple[str, ...] = (),
+    here: bool = False,
+) -> Described:
+    what = "" if output == "out" else f" of {output}"
+    where = f"{what} of these calls" if here else what
+    sentence = f"The outputs{where} are the right ones in which {variant.words}."
+    return Described(sentence, _EPILOGUE, table[:SHOWN], variant, fit, here)
+
+
+_EPILOGUE = "Look at how results are stored: epilogue, offsets of rows and tiles, casts."
 
 
 def mapped(
@@ -373,6 +414,137 @@ def mapped(
     """Return outputs of which one was changed, as a matrix."""
     right = outputs[output]
     return {**outputs, output: of(as_matrix(right)).reshape(right.shape).to(right.dtype)}
+
+
+def _ruled_output(output: str, wide: int, rule: Rule) -> FaultVariant:
+    change = with_outputs(partial(mapped, output, partial(in_rows, rule.apply, wide)))
+    return FaultVariant(rule.words, change)
+
+
+def _by_extents(sides: Sides, like: Tensor) -> Iterator[tuple[int, Rule]]:
+    """Yield rules for rows of the last extent, then for rows of all but the first."""
+    for wide in dict.fromkeys((like.shape[-1], like[0].numel())):
+        seen, right, allowed = (
+            side.reshape(-1, wide) for side in (sides.seen, sides.right, sides.allowed)
+        )
+        own = replace(sides, seen=seen, right=right, allowed=allowed)
+        for rule in islice(rules_of(own), MOST_RULES):
+            yield wide, rule
+
+
+def in_rows(of: Callable[[Tensor], Tensor], wide: int, right: Tensor) -> Tensor:
+    """Return numbers of which rows of so many were changed."""
+    if right.numel() % wide:
+        return right
+    return of(right.reshape(-1, wide)).reshape(right.shape)
+
+
+def _proved(
+    context: ComponentContext,
+    calls: Sequence[CallRecord],
+    rule: Rule,
+    made: Callable[[Rule], FaultVariant],
+) -> tuple[Rule, FaultVariant, VariantFit] | None:
+    """Prove a rule; if it has a number, with the one that leaves least as well."""
+    variant = made(rule)
+    fit = _predicts(context, calls, variant)
+    if fit is None and rule.again is not None:
+        rule = _refined(context, calls[0], rule, made)
+        variant = made(rule)
+        fit = _predicts(context, calls, variant)
+    return None if fit is None else (rule, variant, fit)
+
+
+def _refined(
+    context: ComponentContext,
+    record: CallRecord,
+    rule: Rule,
+    made: Callable[[Rule], FaultVariant],
+) -> Rule:
+    """Return a rule with the number that leaves least of the difference."""
+    again, seen = rule.again, record.outputs
+    assert again is not None, "it has a number"
+
+    def left(value: float) -> float:
+        outputs = make(context, record, made(again(value)))
+        return 2.0 if outputs is None else distance(seen, outputs.outputs)
+
+    if left(rule.value) > NEARLY * distance(seen, record.expected):
+        return rule
+    span = NEARLY * abs(rule.value)
+    value = least(left, rule.value - span, rule.value + span)
+    leaves = left(value)
+    for digits in range(1, 8):
+        plain = float(f"{value:.{digits}g}")
+        if left(plain) <= leaves * 1.05 + 1e-9:
+            return again(plain)
+    return again(value)
+
+
+def _sums(sides: Sides, record: CallRecord) -> Iterator[FaultVariant]:
+    """Yield inputs that were added to an output."""
+    gap = sides.seen - sides.right
+    weigh = 1 / sides.allowed.clamp(min=1e-300)
+    for name, tensor in record.inputs.items():
+        if tensor.numel() != gap.numel() or not tensor.is_floating_point():
+            continue
+        added = tensor.double().reshape(gap.shape) * weigh
+        along = float(added.square().sum())
+        if along <= 0:
+            continue
+        factor = simplest(float((added * gap * weigh).sum()) / along, along**-0.5)
+        made = sides.right + factor * added / weigh
+        if factor and bool(sides.equal(sides.seen, made, sides.allowed).all()):
+            times = "" if abs(factor) == 1 else f" {number(abs(factor), 4)} times"
+            words = f"the input {name} is {'added' if factor > 0 else 'subtracted'}{times}"
+            yield FaultVariant(words, with_outputs(partial(added_to, sides.output, name, factor)))
+
+
+def added_to(
+    output: str,
+    name: str,
+    factor: float,
+    inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+) -> Mapping[str, Tensor]:
+    """Return outputs to one of which an input was added."""
+    right = outputs[output]
+    made = right.double() + factor * inputs[name].double().reshape(right.shape)
+    return {**outputs, output: made.to(right.dtype)}
+
+
+# ---- inputs as they were used --------------------------------------------------------------------
+
+
+def _by_inputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    record = calls[0]
+    if not is_by_row(context, record):
+        return None
+    sides = [each for each in _sides(context, record) if each.loose]
+    if len(sides) < len(record.expected):
+        return None
+    seen = seen_rows(context, record.inputs, sides, None)
+    if seen is None:
+        return None
+    for name, tensor in record.inputs.items():
+        if tensor.ndim < 2 or not tensor.is_floating_point() or tensor.itemsize == 1:
+            continue
+        for found in recovered_input(seen, name):
+            for wide, rule in _by_extents(found, tensor):
+                proved = _proved(context, calls, rule, partial(_ruled_input, name, wide))
+                if proved is not None:
+                    own, variant, fit = proved
+                    sentence = f"The outputs follow if {variant.words}."
+                    return Described(sentence, _READING, own.table[:SHOWN], variant, fit)
+    return None
+
+
+_READING = "Look at how the kernel reads this input: offsets, tiles, casts, what was fused into it."
+
+
+def _ruled_input(name: str, wide: int, rule: Rule) -> FaultVariant:
+    change = with_inputs(partial(input_by, name, partial(in_rows, rule.apply, wide)))
+    return FaultVariant(f"in the input {name}, {rule.words}", change)
 
 
 def _is_coded(x: Tensor) -> bool:

@@ -220,7 +220,7 @@ def _of_inputs(record: CallRecord) -> Iterator[FaultVariant]:
         for each in functions():
             yield FaultVariant(
                 f"the input {name} is {each.words}",
-                with_inputs(partial(_input_by, name, each.apply)),
+                with_inputs(partial(input_by, name, each.apply)),
             )
     for one, other in permutations(given, 2):
         if given[one].shape == given[other].shape:
@@ -271,7 +271,8 @@ def _times(name: str, factor: float, inputs: Tensors) -> Tensors:
     return {**inputs, name: (inputs[name].double() * factor).float()}
 
 
-def _input_by(name: str, of: Callable[[Tensor], Tensor], inputs: Tensors) -> Tensors:
+def input_by(name: str, of: Callable[[Tensor], Tensor], inputs: Tensors) -> Tensors:
+    """Return inputs of which one was changed."""
     return {**inputs, name: of(inputs[name].double()).to(inputs[name].dtype)}
 
 
@@ -541,21 +542,21 @@ def _fitted(
     at = ranked.index(best)
     low, high = ranked[max(at - 1, 0)], ranked[min(at + 1, len(ranked) - 1)]
     if low > 0:  # factors, so steps of a logarithm
-        found = math.exp(_least(lambda e: left(math.exp(e) * scale), math.log(low), math.log(high)))
+        found = math.exp(least(lambda e: left(math.exp(e) * scale), math.log(low), math.log(high)))
         found *= scale
     else:
-        found = _least(lambda factor: left(factor * scale), low, high) * scale
-    least = left(found)
-    if known[best] <= least:
-        found, least = best * scale, known[best]
+        found = least(lambda factor: left(factor * scale), low, high) * scale
+    leaves = left(found)
+    if known[best] <= leaves:
+        found, leaves = best * scale, known[best]
     for digits in range(1, 7):
         plain = float(f"{found:.{digits}g}")
-        if left(plain) <= least * 1.1 + 1e-6:
+        if left(plain) <= leaves * 1.1 + 1e-6:
             return of(plain)
     return of(found)
 
 
-def _least(of: Callable[[float], float], low: float, high: float) -> float:
+def least(of: Callable[[float], float], low: float, high: float) -> float:
     """Return where a function of one number is least, between two, by golden sections."""
     a, b = low, high
     c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)

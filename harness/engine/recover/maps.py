@@ -91,6 +91,11 @@ def _moved_lines(sides: Sides, kind: str, dim: int) -> OutputMap | None:
     words = "" if places is None else moved(places, kind)
     if places is None or not words:
         return None
+    by = int(places[0])
+    if not dim and torch.equal(places, (torch.arange(len(places)) + by) % len(places)):
+        by = by if 2 * by <= len(places) else by - len(places)
+        words = f"rows of a call are rotated by {by}"
+        return OutputMap(sides.output, words, partial(torch.roll, shifts=-by, dims=0))
     return OutputMap(sides.output, words, partial(_taken, places=places, dim=dim), here=not dim)
 
 

@@ -64,10 +64,11 @@ def causes_in_operands(
 
 def largest_call(record: CallRecord) -> CallRecord:
     """Return the call with most rows, where several are joined."""
-    return max(calls_in(record), key=_height)
+    return max(calls_in(record), key=height)
 
 
-def _height(record: CallRecord) -> int:
+def height(record: CallRecord) -> int:
+    """Return the rows of a call."""
     return next((len(tensor) for tensor in record.outputs.values() if tensor.ndim), 0)
 
 

@@ -136,7 +136,7 @@ def test_two_weights_with_changes_of_their_own_are_told_each() -> None:
         (
             "layers.1.ffn.moe_sum",
             with_inputs(lambda given: {**given, "shared": -given["shared"]}),
-            "the input shared is turned in sign",
+            "in the input shared, all numbers are turned in sign",
         ),
         (
             "layers.1.attn.norm",

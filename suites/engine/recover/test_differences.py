@@ -1,0 +1,83 @@
+"""What was done to a matrix is told by a rule, in the part in which it was done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.engine.recover.differences import rules_of
+from degarble.harness.engine.recover.maps import Sides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+EPSILON = 2.0**-20
+
+
+def drawn(seed: int, rows: int = 24, columns: int = 32) -> Tensor:
+    return torch.randn(
+        rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )  # fmt: skip
+
+
+def sides_of(right: Tensor, seen: Tensor) -> Sides:
+    return Sides("out", seen, right, EPSILON * (1 + right.abs()))
+
+
+def in_columns(part: slice, of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def changed(x: Tensor) -> Tensor:
+        made = x.clone()
+        made[:, part] = of(x[:, part])
+        return made
+
+    return changed
+
+
+CHANGES = {
+    "scaled": (in_columns(slice(3, 9), lambda x: x * 0.83),
+               "the numbers of columns 3 to 8 are multiplied by 0.8300"),
+    "shifted": (lambda x: x - 1.25, "all numbers are 1.250 too small"),
+    "every": (in_columns(slice(1, None, 4), lambda x: x.abs()),
+              "the numbers of columns 1, 5, ... (every 4) are without their sign"),
+    "bounds": (in_columns(slice(7, 8), lambda x: x.clamp(-0.5, 0.5)),
+               "the numbers of column 7 are clamped to -0.5000 and 0.5000"),
+    "held": (in_columns(slice(0, 4), lambda x: torch.full_like(x, 0.3)),
+             "the numbers of columns 0 to 3 hold 0.3000"),
+    "rolled": (lambda x: x.roll(5, 1), "columns are rotated by 27"),
+    "drawn": (lambda x: x[:, torch.randperm(32, generator=torch.Generator().manual_seed(1))],
+              "columns hold the numbers of others"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_rule_is_told_and_holds_for_other_numbers(name: str) -> None:
+    change, words = CHANGES[name]
+    right, other = drawn(0), drawn(1)
+    rule = next(rules_of(sides_of(right, change(right))))
+    assert words in rule.words
+    assert torch.allclose(rule.apply(other), change(other), atol=1e-4)
+
+
+@pytest.mark.parametrize("part", [(slice(4, 12), slice(None)), (slice(None), slice(2, 20, 3))])
+def test_rows_of_a_weight_that_moved_are_told_in_their_part(part: tuple[slice, slice]) -> None:
+    right = drawn(2)
+    seen = right.clone()
+    seen[part] = seen[part].roll(3, 0)
+    rule = next(rules_of(sides_of(right, seen), rows=True))
+    assert torch.equal(rule.apply(right), seen)
+
+
+def test_no_rule_is_told_of_other_numbers() -> None:
+    assert not list(rules_of(sides_of(drawn(3), drawn(4))))
+    assert not list(rules_of(sides_of(drawn(3), drawn(3))))
+
+
+def test_nothing_is_told_where_two_columns_may_have_been_meant() -> None:
+    right = drawn(5)
+    right[:, 9] = right[:, 4] * (1 + EPSILON / 4)
+    seen = in_columns(slice(20, 21), lambda _: right[:, 4:5])(right)
+    assert not any("hold the numbers" in rule.words for rule in rules_of(sides_of(right, seen)))
