@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from degarble.harness.model.config.config import INDEXER_NORM_EPSILON, compressor_windows
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import UNQUANTISED
-from degarble.references.sparse_attention import PoolFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.weight import Weight
-    from degarble.harness.model.config.config import Config, V4Config, V32Config
+    from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Formats, Recipe
-    from degarble.harness.model.types import Block, Rope
+    from degarble.harness.model.types import Block
     from degarble.references.numerics import Numerics
 
 
@@ -88,6 +85,19 @@ class ModelFacts:
         del weight
         return self.config.rms_norm_eps
 
+    def multiplied(self, x: Tensor, weight: Weight, *, coded: bool) -> tuple[Tensor, Weight]:
+        """Return an input and the weight as they are multiplied; `coded`: the input is codes."""
+        del coded
+        return x, weight
+
+    def quantised_operand(self, x: Tensor, weights: Weights) -> tuple[Tensor, Any] | None:
+        """Return what a linear quantises, and how, as a linears.InputQuantiser.
+
+        None where a format that is the same for all inputs says it all.
+        """
+        del x, weights
+        return None
+
     @property
     def weight_before_w2(self) -> bool:
         """Return whether a routing weight is applied in front of w2."""
@@ -122,81 +132,6 @@ class ReferenceTable:
         if block.is_drafter and role in self.drafter:
             return self.drafter[role]
         return self.block[role]
-
-
-@dataclass(frozen=True)
-class V4Facts(ModelFacts):
-    """Facts of a V4 model."""
-
-    config: V4Config
-
-    def activation(self, weight: str) -> str | None:
-        """Return the recipe's format; a switch keeps the input of wo_a unquantised."""
-        if weight == "attn.wo_a" and not self.numerics.switches.wo_a_follows_recipe:
-            return None
-        return super().activation(weight)
-
-    @cached_property
-    def rope(self) -> Rope:
-        """Return the RoPE of this block."""
-        return self.config.rope(self.decoder_block)
-
-    @cached_property
-    def mixing(self) -> MixingFacts:
-        """Return the facts of the streams' mixing."""
-        c = self.config
-        return MixingFacts(c.hc_mult, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
-
-    def pool(self, width: int) -> PoolFacts:
-        """Return how this block pools tokens into entries: attention's or the indexer's width."""
-        # Kept by width: attention and the indexer pool the same windows at different widths.
-        known = self._pools.get(width)
-        if known is None:
-            block, epsilon = self.decoder_block, self.config.rms_norm_eps
-            overlap = compressor_windows(block) == 2
-            known = PoolFacts(block.ratio, overlap, width, epsilon, self.rope)
-            self._pools[width] = known
-        return known
-
-    @cached_property
-    def _pools(self) -> dict[int, PoolFacts]:
-        return {}
-
-    @property
-    def decoder_block(self) -> Block:
-        """Return the block; the ends have none."""
-        assert self.block is not None, "called only inside a block"
-        return self.block
-
-    @property
-    def weight_before_w2(self) -> bool:
-        """Return the switch; official code and ModelOpt: in front of w2 and of its quantisation."""
-        return self.numerics.switches.routing_weight_before_w2
-
-    @property
-    def limit(self) -> float | None:
-        """Return the SwiGLU clamp; 0 in the config means none."""
-        return self.config.swiglu_limit or None
-
-    @property
-    def shared_limit(self) -> float | None:
-        """Return the clamp of the shared expert; sources disagree on whether it has one."""
-        return self.limit if self.numerics.switches.shared_expert_clamped else None
-
-
-@dataclass(frozen=True)
-class V32Facts(ModelFacts):
-    """Facts of a V3.2 model."""
-
-    config: V32Config
-
-    def norm_epsilon(self, weight: str) -> float:
-        """Return the config's epsilon, unless a source builds a norm without passing it on."""
-        if weight == "attn.indexer.k_norm":
-            return INDEXER_NORM_EPSILON
-        if weight in ("attn.q_norm", "attn.kv_norm"):
-            return self.numerics.switches.latent_epsilon(self.config.rms_norm_eps)
-        return self.config.rms_norm_eps
 
 
 class TensorVersion(NamedTuple):

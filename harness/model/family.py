@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from degarble.harness.base.errors import InvalidArgument, NotBuilt, UnknownName
+from degarble.harness.base.errors import InvalidArgument, NotBuilt, Undecided, UnknownName
 from degarble.harness.model.components import wired_components
 from degarble.harness.model.config.config import REMEDY
 from degarble.harness.model.parameters import tabled_parameters
@@ -224,6 +224,19 @@ class ModelFamily:
     def budget_rules(self) -> Mapping[str, Any]:
         """Return how budgets of components of its own are derived, as in engine/budget/roles.py."""
         return _NOTHING
+
+    def attention_error(self, call: Any, laws: Any) -> tuple[Tensor, bool, tuple[str, ...]]:
+        """Return how far rounding may move attention, of an engine.budget.rules.JudgeableCall.
+
+        Add what the shares of its tokens are to `laws`, an engine.budget.attention.ShareStatistics.
+        The other results are whether shares are rounded relative to a peak of the kernel's choice,
+        and more sentences of the derivation.
+        """
+        del call, laws
+        raise Undecided(
+            "budget of attn.attend", self.name, "a family that derives it",
+            "Define ModelFamily.attention_error, or give the component a role of its own.",
+        )  # fmt: skip
 
     # Whether the official code stores the indexer's scores and weights in BF16.
     stores_indexer: ClassVar[bool] = False

@@ -9,11 +9,13 @@ A cached row is the latent (C) followed by the rotated key (P).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.references import (
     attention,
     elementary,
@@ -24,7 +26,7 @@ from degarble.references import (
     numerics as rounding,
 )
 from degarble.references.components import common
-from degarble.references.facts import ReferenceTable, V32Facts, single, spans_of
+from degarble.references.facts import ModelFacts, ReferenceTable, single, spans_of
 from degarble.references.linears import product
 
 if TYPE_CHECKING:
@@ -32,11 +34,27 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.model.config.config import V32Config
     from degarble.references.facts import Inputs, Outputs, Span, Weights
 
-    Function = Callable[[V32Facts, Inputs, Weights], Outputs]
+    Function = Callable[["V32Facts", Inputs, Weights], Outputs]
 
 _TOKENS_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class V32Facts(ModelFacts):
+    """Facts of a V3.2 model."""
+
+    config: V32Config
+
+    def norm_epsilon(self, weight: str) -> float:
+        """Return the config's epsilon, unless a source builds a norm without passing it on."""
+        if weight == "attn.indexer.k_norm":
+            return INDEXER_NORM_EPSILON
+        if weight in ("attn.q_norm", "attn.kv_norm"):
+            return self.numerics.switches.latent_epsilon(self.config.rms_norm_eps)
+        return self.config.rms_norm_eps
 
 
 def residual_norm(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:

@@ -8,12 +8,15 @@ composed of exactly these, so replaying one component and running the model exec
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.model.config.config import compressor_windows
 from degarble.references import (
     attention,
     elementary,
@@ -25,20 +28,83 @@ from degarble.references import (
     numerics as rounding,
 )
 from degarble.references.components import common
-from degarble.references.facts import ReferenceTable, V4Facts, single, spans_of
+from degarble.references.facts import MixingFacts, ModelFacts, ReferenceTable, single, spans_of
 from degarble.references.linears import activation_values, product, reads_as_stored, weight_values
 from degarble.references.numerics import cast
+from degarble.references.sparse_attention import PoolFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from degarble.harness.model.config.config import V4Config
+    from degarble.harness.model.types import Block, Rope
     from degarble.references.facts import Inputs, Outputs, Span, Weights
 
-    Function = Callable[[V4Facts, Inputs, Weights], Outputs]
+    Function = Callable[["V4Facts", Inputs, Weights], Outputs]
 
 _TOKENS_AT_ONCE = 128  # attended to together; bounds how many masked rows a step multiplies
+
+
+@dataclass(frozen=True)
+class V4Facts(ModelFacts):
+    """Facts of a V4 model."""
+
+    config: V4Config
+
+    def activation(self, weight: str) -> str | None:
+        """Return the recipe's format; a switch keeps the input of wo_a unquantised."""
+        if weight == "attn.wo_a" and not self.numerics.switches.wo_a_follows_recipe:
+            return None
+        return super().activation(weight)
+
+    @cached_property
+    def rope(self) -> Rope:
+        """Return the RoPE of this block."""
+        return self.config.rope(self.decoder_block)
+
+    @cached_property
+    def mixing(self) -> MixingFacts:
+        """Return the facts of the streams' mixing."""
+        c = self.config
+        return MixingFacts(c.hc_mult, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
+
+    def pool(self, width: int) -> PoolFacts:
+        """Return how this block pools tokens into entries: attention's or the indexer's width."""
+        # Kept by width: attention and the indexer pool the same windows at different widths.
+        known = self._pools.get(width)
+        if known is None:
+            block, epsilon = self.decoder_block, self.config.rms_norm_eps
+            overlap = compressor_windows(block) == 2
+            known = PoolFacts(block.ratio, overlap, width, epsilon, self.rope)
+            self._pools[width] = known
+        return known
+
+    @cached_property
+    def _pools(self) -> dict[int, PoolFacts]:
+        return {}
+
+    @property
+    def decoder_block(self) -> Block:
+        """Return the block; the ends have none."""
+        assert self.block is not None, "called only inside a block"
+        return self.block
+
+    @property
+    def weight_before_w2(self) -> bool:
+        """Return the switch; official code and ModelOpt: in front of w2 and of its quantisation."""
+        return self.numerics.switches.routing_weight_before_w2
+
+    @property
+    def limit(self) -> float | None:
+        """Return the SwiGLU clamp; 0 in the config means none."""
+        return self.config.swiglu_limit or None
+
+    @property
+    def shared_limit(self) -> float | None:
+        """Return the clamp of the shared expert; sources disagree on whether it has one."""
+        return self.limit if self.numerics.switches.shared_expert_clamped else None
 
 
 def draft_embed(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:

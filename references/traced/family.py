@@ -470,6 +470,10 @@ class TracedFacts(ModelFacts):
         """Return whether a run multiplies inputs by their factors."""
         return self.numerics.switches.input_factors_applied and not self.numerics.exact
 
+    def quantised_operand(self, x: Tensor, weights: Weights) -> tuple[Tensor, InputQuantiser]:
+        """Return an input with its factors, and how it is quantised."""
+        return self.with_factors(x, next(iter(weights.values()))), self.of_input(weights)
+
     def of_input(self, weights: Weights) -> InputQuantiser:
         """Return how the input of the linear that has these weights is quantised."""
         form = self.activation(next(iter(weights)))
@@ -590,8 +594,8 @@ def require_plain_activations(facts: TracedFacts, weights: Weights) -> None:
 
 def act_quant(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Quantise the input of a linear."""
-    x = facts.with_factors(inputs["x"], next(iter(weights.values())))
-    return facts.of_input(weights).codes(x)
+    x, quantiser = facts.quantised_operand(inputs["x"], weights)
+    return quantiser.codes(x)
 
 
 def linear(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:

@@ -17,7 +17,9 @@ from degarble.harness.model.config.config import Dspark, small_v4, small_v32
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.references.binding import BoundModel
-from degarble.references.facts import Span, V4Facts, V32Facts, spans_of
+from degarble.references.components.v4 import V4Facts
+from degarble.references.components.v32 import V32Facts
+from degarble.references.facts import Span, spans_of
 from degarble.references.model import ModelV4, ModelV32, RowBuffer, Sequence, TokenBatch
 from degarble.references.numerics import SOURCES, Numerics
 from degarble.references.weights import NVFP4_LARGEST, InputAmax, quantised_weights, random_weights

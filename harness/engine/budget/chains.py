@@ -31,9 +31,10 @@ from degarble.harness.engine.budget.rules import UNDERFLOW, U, exact, output_for
 from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.harness.model.family import family_of
+from degarble.harness.model.types import RopeEnd, RopePairing
 from degarble.harness.report.number_text import number
 from degarble.references import sparse_attention
-from degarble.references.facts import V4Facts, V32Facts, single, spans_of
+from degarble.references.facts import single, spans_of
 from degarble.references.numerics import HeadNorm
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ _ROTATION_DERIVATION = (
 
 def query_heads(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of each head's weightless norm, stored as its source does, and RoPE."""
-    facts, x, out = _v4(call), call.inputs["x"], call.outputs["out"]
+    facts, x, out = call.known_facts, call.inputs["x"], call.outputs["out"]
     near = _head_norm(x.reshape(out.shape), facts.config.rms_norm_eps, facts.numerics)
     by = rope_rotation(facts.rope, call.inputs["positions"], facts.numerics, heads=True)
     words = (
@@ -94,7 +95,7 @@ def _head_norm(x: Tensor, epsilon: float, numerics: Numerics) -> BoundedValue:
 
 def latent_row(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of V4's shared row: norm, stored, and rotation."""
-    facts, out = _v4(call), call.outputs["out"]
+    facts, out = call.known_facts, call.outputs["out"]
     weight = single(call.weights).values(torch.float64)
     numerics = facts.numerics
     near = bounded_norm(
@@ -110,7 +111,7 @@ def latent_row(call: JudgeableCall) -> dict[str, Budget]:
 
 def inverse_rotation(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of the inverse rotation after attention."""
-    facts, x = _v4(call), call.inputs["x"]
+    facts, x = call.known_facts, call.inputs["x"]
     by = rope_rotation(facts.rope, call.inputs["positions"], facts.numerics, heads=True)
     back = BoundedRotation(by.cos, BoundedValue(-by.sin.value, by.sin.error))
     return _budget(rotated(exactly(x), back), call.outputs["out"], _ROTATION_DERIVATION)
@@ -119,8 +120,6 @@ def inverse_rotation(call: JudgeableCall) -> dict[str, Budget]:
 def query_and_key(call: JudgeableCall) -> dict[str, Budget]:
     """Return V3.2's budgets: the rotated tail of every query head, and the shared key."""
     facts = call.known_facts
-    assert isinstance(facts, V32Facts), "V4 rotates behind its norms"
-    assert facts.block is not None, "called only inside a block"
     rope, positions = facts.config.rope(facts.block), call.inputs["positions"]
     q, key = call.outputs["q"], call.outputs["key"]
     heads = exactly(call.inputs["q"].reshape(q.shape))
@@ -151,12 +150,6 @@ def cache_rows(call: JudgeableCall) -> dict[str, Budget]:
         "rotated features are copied",
     )
     return {"out": Budget(output_format(out), slack, words)}
-
-
-def _v4(call: JudgeableCall) -> V4Facts:
-    facts = call.known_facts
-    assert isinstance(facts, V4Facts), "V3.2 rotates elsewhere"
-    return facts
 
 
 def _budget(near: BoundedValue, out: Tensor, words: tuple[str, ...]) -> dict[str, Budget]:
@@ -208,20 +201,15 @@ def indexer_operands(call: JudgeableCall) -> dict[str, Budget]:
     numerics, positions = facts.numerics, call.inputs["positions"]
     words: tuple[str, ...] = _OPERAND_DERIVATION
     near = exactly(x.reshape(x.shape[0], *out.shape[1:]))
-    if isinstance(facts, V32Facts):
-        if call.role.endswith("indexer.k"):
-            by_part = {
-                n.rpartition(".")[2]: w.values(torch.float64) for n, w in call.weights.items()
-            }
-            near = layer_normed(x, by_part["k_norm"], by_part["bias"], INDEXER_NORM_EPSILON)
-            near = stored(near, numerics.store)
-            words = (f"LayerNorm of {x.shape[-1]}: mean and variance in any order", *words)
-        # V3.2 rotates the leading features, in halves; V4 rotates the last ones, in pairs.
-        by = rope_rotation(facts.config.indexer_rope(), positions, numerics, heads=out.ndim == 3)
-        near = rotated(near, by, leading=True, halves=True)
-    else:
-        assert isinstance(facts, V4Facts), "there are two families"
-        near = rotated(near, rope_rotation(facts.rope, positions, numerics, heads=True))
+    if call.role.endswith("indexer.k"):
+        by_part = {n.rpartition(".")[2]: w.values(torch.float64) for n, w in call.weights.items()}
+        near = layer_normed(x, by_part["k_norm"], by_part["bias"], INDEXER_NORM_EPSILON)
+        near = stored(near, numerics.store)
+        words = (f"LayerNorm of {x.shape[-1]}: mean and variance in any order", *words)
+    rope = facts.config.indexer_rope(facts.block)
+    by = rope_rotation(rope, positions, numerics, heads=out.ndim == 3)
+    leading, halves = rope.end is RopeEnd.FIRST, rope.pairing is RopePairing.HALVES
+    near = rotated(near, by, leading=leading, halves=halves)
     if numerics.switches.indexer_operand_rounded_in_between:
         near = stored(near, numerics.store)
     value, more = indexer_operand(near, out.dtype, numerics)
@@ -248,7 +236,7 @@ def indexer_head_weights(call: JudgeableCall) -> dict[str, Budget]:
 def indexer_scores(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of scores [T, W]; masked scores are not judged by size."""
     facts, out = call.known_facts, call.outputs["out"]
-    ratio = facts.decoder_block.ratio if isinstance(facts, V4Facts) else 1
+    ratio = max(1, facts.block.ratio)  # 0: the keys are tokens, not entries
     stores = family_of(facts.config).stores_indexer
     in_steps = stores and facts.numerics.switches.indexer_in_storage_dtype
     spans = spans_of(call.inputs)
@@ -311,7 +299,6 @@ _POOLING_DERIVATION = (
 def compressor_pool(call: JudgeableCall) -> dict[str, Budget]:
     """Return budgets of the entries, their offsets, and the carried rows."""
     facts = call.known_facts
-    assert isinstance(facts, V4Facts), "only V4 compresses"
     numerics, outputs = facts.numerics, call.outputs
     by_part = {
         name.rpartition(".")[2]: weight.values(torch.float64)
@@ -429,7 +416,6 @@ _DIVISION = 2  # in u per pass: an entry's division by its row sum, and by its c
 def mhc_mixing(call: JudgeableCall) -> dict[str, Budget]:
     """Return budgets of `out`, `post` and `mix`, or of `out` alone where the streams end."""
     facts = call.known_facts
-    assert isinstance(facts, V4Facts), "only V4 has streams"
     how, streams = facts.mixing, call.inputs["streams"]
     # Coefficients [T, N]: S of `pre`, S of `post`, then S * S of the mixing matrix.
     m, words = _coefficients(call, how)

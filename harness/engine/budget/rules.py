@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -412,8 +412,8 @@ class JudgeableCall:
         return ambiguous_bf16(decoded.reshape(-1, decoded.shape[-1])).float()
 
     @property
-    def known_facts(self) -> ModelFacts:
-        """Return the facts; raise Undecided where they are missing."""
+    def known_facts(self) -> Any:
+        """Return the facts, of its family's own class; raise Undecided where they are missing."""
         if self.facts is None:
             raise Undecided(
                 "budget", self.role, "a call with the facts that its twin was bound to",

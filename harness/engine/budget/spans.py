@@ -25,13 +25,14 @@ from degarble.harness.engine.budget.rules import output_format
 from degarble.harness.engine.budget.running_errors import RunningErrors
 from degarble.harness.engine.budget.traced import Choices, short_summed, traced
 from degarble.references.traced.definitions import Roundings, compute
-from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential, keeps_state
+from degarble.references.traced.family import by_sequence, is_sequential, keeps_state
 from degarble.references.traced.spans import ComponentSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.rules import JudgeableCall
+    from degarble.references.traced.family import TracedFacts
     from degarble.references.traced.graph import TracedComponent
 
 SAMPLES = 4
@@ -86,15 +87,13 @@ class _Slack:
 
 def experts(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of routed experts, whose kernels may be an engine's own."""
-    facts = call.facts
-    assert isinstance(facts, TracedFacts), "bound by its family"
+    facts: TracedFacts = call.known_facts
     return span(call) if facts.traced.is_fused else traced(call)
 
 
 def span(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of every output of a span."""
-    facts = call.facts
-    assert isinstance(facts, TracedFacts), "bound by its family"
+    facts: TracedFacts = call.known_facts
     parts: dict[str, list[_Slack]] = {name: [] for name in call.outputs}
     given = by_sequence(facts.traced, call.inputs) if is_sequential(facts.traced) else None
     for inputs, count in given if given is not None else [(dict(call.inputs), 0)]:

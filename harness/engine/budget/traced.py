@@ -31,7 +31,7 @@ from degarble.references.linears import CODES, matrix_parts, weight_rows, weight
 from degarble.references.numerics import DecodedOperands
 from degarble.references.traced.definitions import NARROW, Roundings, compute
 from degarble.references.traced.evaluate import from_rows, joined
-from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential
+from degarble.references.traced.family import by_sequence, is_sequential
 from degarble.references.traced.graph import StretchKind
 from degarble.references.traced.spans import ComponentSpan
 from degarble.references.traced.trace import BoundaryKind, operator_name
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget.rules import JudgeableCall
     from degarble.references.linears import InputQuantiser
+    from degarble.references.traced.family import TracedFacts
 
 _RUNS = 8  # of a recurrent component with perturbed operations
 _SPREAD = 6  # standard deviations allowed, since so few runs are measured
@@ -107,8 +108,7 @@ def short_summed(errors: RunningErrors, coded: Tensor, product: Tensor, summed: 
 
 def traced(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of every output of a component that is computed as it was traced."""
-    facts = call.facts
-    assert isinstance(facts, TracedFacts), "bound by its family"
+    facts: TracedFacts = call.known_facts
     along = facts.traced.is_recurrent
     if along and not facts.traced.is_rectangular:
         return _measured(call, facts)
@@ -159,8 +159,8 @@ def choice(call: JudgeableCall, own: Tensor) -> tuple[ChoiceResult, Tensor, Budg
 
     Where the choice names no experts, the weights are those of the twin's.
     """
-    facts, twin = call.facts, call.outputs["experts"]
-    assert isinstance(facts, TracedFacts), "bound by its family"
+    facts: TracedFacts = call.known_facts
+    twin = call.outputs["experts"]
     exist = bool(((own >= 0) & (own < call.inputs["logits"].shape[-1])).all())
     trace, errors = facts.graph.trace, _errors_of(facts)
     taken = from_rows(own if exist else twin, trace.tensors[facts.traced.outputs["experts"].number])
@@ -207,8 +207,8 @@ class Choices(TorchDispatchMode):
 
 def choice_of_rows(call: JudgeableCall, own: Tensor) -> ChoiceResult:
     """Judge a choice of earlier tokens by its scores."""
-    facts, twin = call.facts, call.outputs["out"]
-    assert isinstance(facts, TracedFacts), "bound by its family"
+    facts: TracedFacts = call.known_facts
+    twin = call.outputs["out"]
     begun, worst, flips = 0, NO_FINDING, dict[int, int]()
     for given, count in by_sequence(facts.traced, call.inputs):
         errors, chosen = _errors_of(facts), Choices()
@@ -316,8 +316,7 @@ def _computed(call: JudgeableCall, facts: TracedFacts, roundings: Roundings) -> 
 
 def _is_summed_over_ranks(call: JudgeableCall) -> bool:
     """Return whether ranks split a linear along its input: what attention or a gate returns."""
-    facts = call.facts
-    assert isinstance(facts, TracedFacts), "bound by its family"
+    facts: TracedFacts = call.known_facts
     number = facts.traced.inputs["x"].number
     edge = facts.graph.edges.get(number)
     maker, _ = facts.graph.makers.get(edge.sources[0].number if edge else number, ("", ""))
@@ -332,7 +331,7 @@ def linear(call: JudgeableCall) -> dict[str, Budget]:
     weight = next(each for name, each in call.weights.items() if name.endswith("weight"))
     x = call.x.reshape(-1, call.x.shape[-1])
     facts, numerics = call.facts, None if call.facts is None else call.facts.numerics
-    if isinstance(facts, TracedFacts):
+    if facts is not None:
         x, weight = facts.multiplied(x, weight, coded=CODES in call.inputs)
 
     def parts() -> Iterator[Tensor]:

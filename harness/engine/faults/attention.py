@@ -31,7 +31,7 @@ from degarble.harness.model.config.config import compressor_windows
 from degarble.harness.model.family import family_of
 from degarble.harness.report.number_text import number
 from degarble.references.elementary import rms_norm
-from degarble.references.facts import V4Facts, single, spans_of
+from degarble.references.facts import single, spans_of
 from degarble.references.sparse_attention import PoolState, slots_of
 
 if TYPE_CHECKING:
@@ -411,13 +411,14 @@ _ENTRIES = ("compressed", "state_compressed", "chosen")
 
 @dataclass(frozen=True, eq=False)
 class PartialSoftmaxes:
-    """Two partial softmaxes: outputs [T, H, L], log-sum-exps [T, H, 1]; V4's sink logit [H, 1]."""
+    """Two partial softmaxes: outputs [T, H, L], log-sum-exps [T, H, 1]; the sink's logit [H, 1]."""
 
     first: Tensor
     second: Tensor
     log_first: Tensor
     log_second: Tensor
     sink: Tensor
+    heads_joined: bool = False  # the component returns [T, H * L]
 
 
 @dataclass(frozen=True)
@@ -435,18 +436,16 @@ def _fine(facts: Any) -> Any:
 
 
 def parts_of(facts: Any, inputs: Tensors, weights: Weights) -> PartialSoftmaxes:
-    """Split attention: V4 by window and entries, V3.2 by older and newer half of the context."""
-    work = partial(_parts_v4 if _v4(facts) else _parts_v32, facts, inputs, weights)
+    """Split attention by window and entries, or by older and newer half of the chosen rows."""
+    windowed = family_of(facts.config).earlier_window(facts.config) is not None
+    split = _window_and_entries if windowed else _older_and_newer
+    work = partial(split, facts, inputs, weights)
     if inputs["q"].numel() > _MOST_KEPT:
         return work()
     return once([parts_of, facts, *inputs, *inputs.values(), *weights.values()], work)
 
 
-def _v4(facts: Any) -> bool:
-    return isinstance(facts, V4Facts)
-
-
-def _parts_v4(facts: Any, inputs: Tensors, weights: Weights) -> PartialSoftmaxes:
+def _window_and_entries(facts: Any, inputs: Tensors, weights: Weights) -> PartialSoftmaxes:
     fine, sink = _fine(facts), single(weights).values(torch.float64)
     alone = replace(fine, block=replace(fine.decoder_block, ratio=0))
     window = {name: x for name, x in inputs.items() if name not in _ENTRIES}
@@ -475,7 +474,7 @@ def _with_log_sum(facts: Any, inputs: Tensors, weights: Weights) -> tuple[Tensor
     return none, -torch.log((1 / kept - 1).clamp(min=1e-300))
 
 
-def _parts_v32(facts: Any, inputs: Tensors, weights: Weights) -> PartialSoftmaxes:
+def _older_and_newer(facts: Any, inputs: Tensors, weights: Weights) -> PartialSoftmaxes:
     fine, chosen = _fine(facts), inputs["chosen"]
     function = block_function(fine, _ROLE)
     older = chosen < (inputs["positions"][:, None] + 1) // 2
@@ -491,7 +490,7 @@ def _parts_v32(facts: Any, inputs: Tensors, weights: Weights) -> PartialSoftmaxe
     any_second = ((chosen >= 0) & ~older).any(-1)[:, None, None]
     share = torch.where(any_first, torch.where(any_second, share.clamp(0.0, 1.0), 1.0), 0.0)
     none = torch.full((heads, 1), -torch.inf, dtype=torch.float64)
-    return PartialSoftmaxes(first, second, share.log(), (1 - share).log(), none)
+    return PartialSoftmaxes(first, second, share.log(), (1 - share).log(), none, heads_joined=True)
 
 
 def merged(parts: PartialSoftmaxes, rule: MergeRule) -> Tensor:
@@ -508,8 +507,9 @@ def merged(parts: PartialSoftmaxes, rule: MergeRule) -> Tensor:
 
 
 def _merging(rule: MergeRule, facts: Any, inputs: Tensors, weights: Weights) -> Tensors:
-    out = merged(parts_of(facts, inputs, weights), rule).to(facts.numerics.store)
-    return {"out": out if _v4(facts) else out.flatten(1)}
+    parts = parts_of(facts, inputs, weights)
+    out = merged(parts, rule).to(facts.numerics.store)
+    return {"out": out.flatten(1) if parts.heads_joined else out}
 
 
 def _power(exponent: float) -> Callable[[Tensor], Tensor]:

@@ -24,7 +24,7 @@ from degarble.harness.engine.faults.regions import differing
 from degarble.harness.model.family import family_of
 from degarble.harness.model.types import RopeEnd, RopePairing
 from degarble.references import elementary
-from degarble.references.facts import V4Facts, spans_of
+from degarble.references.facts import spans_of
 from degarble.references.numerics import HeadNorm
 
 if TYPE_CHECKING:
@@ -77,12 +77,8 @@ class RopeVariant:
 
 def rope_variant_of(facts: Any, role: str) -> RopeVariant:
     """Return how a component rotates."""
-    if isinstance(facts, V4Facts):
-        rope = facts.rope
-    elif role in HIDDEN:
-        rope = facts.config.indexer_rope()
-    else:
-        rope = facts.config.rope(facts.block)
+    config = facts.config
+    rope = config.indexer_rope(facts.block) if role in HIDDEN else config.rope(facts.block)
     inverse = -1 if role == "attn.inverse_rope" else 1
     halves, first = rope.pairing is RopePairing.HALVES, rope.end is RopeEnd.FIRST
     return RopeVariant(rope, inverse, halves=halves, first=first)

@@ -21,7 +21,6 @@ from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
 from degarble.harness.model.components import components
 from degarble.references.binding import bind
 from degarble.references.linears import X_LOOSE, X, quantise_activations
-from degarble.references.traced.family import TracedFacts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -272,12 +271,11 @@ def quantised(known: TwinComponents, component: Component, inputs: Tensors) -> d
         owned = {n: tensor for n, tensor in rest.items() if known.twin.has_input(maker, n)}
         weights = known.twin.weights_of(maker)
         made = known.twin.calls[maker]({"x": inputs["x"], **owned}, weights)
-        facts = known.twin.bound_to(maker)[1]
-        if isinstance(facts, TracedFacts):
-            x = facts.with_factors(inputs[X], next(iter(weights.values())))
-            loose = quantised_bound(facts.of_input(weights), exactly(x))
+        operand = known.twin.bound_to(maker)[1].quantised_operand(inputs[X], weights)
+        if operand is not None:
+            x, quantiser = operand
             # A fault of the quantisation starts from the numbers.
-            made = {**made, X_LOOSE: loose, X: inputs[X]}
+            made = {**made, X_LOOSE: quantised_bound(quantiser, exactly(x)), X: inputs[X]}
         return {**made, **rest}
     form = known.activation(component.name)
     assert form is not None, "codes are expected only where the recipe quantises"

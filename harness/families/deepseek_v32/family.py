@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from degarble.harness.capture.capture import SequenceTokens, ValueCounts
     from degarble.harness.capture.modules import ModulePlace
+    from degarble.harness.engine.budget.attention import ShareStatistics
+    from degarble.harness.engine.budget.rules import JudgeableCall
     from degarble.harness.model.components import Component
     from degarble.harness.model.config.config import V32Config
     from degarble.harness.model.parameters import Parameter
@@ -166,6 +168,16 @@ class DeepSeekV32(TabledFamily):
     def cached_latent(self, config: V32Config) -> tuple[int, int]:
         """Return the latent columns."""
         return config.kv_lora_rank, 128
+
+    def attention_error(
+        self, call: JudgeableCall, laws: ShareStatistics
+    ) -> tuple[Tensor, bool, tuple[str, ...]]:
+        """Return the derivation of budgets.py."""
+        from degarble.harness.families.deepseek_v32.budgets import (  # noqa: PLC0415  heavy
+            attention_error,
+        )
+
+        return attention_error(call, laws)
 
     # ---- runs ------------------------------------------------------------------------------------
 

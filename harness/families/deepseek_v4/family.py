@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from degarble.harness.capture.capture import SequenceTokens, ValueCounts
     from degarble.harness.capture.engine.maps import ComponentMap
     from degarble.harness.capture.modules import ModulePlace
+    from degarble.harness.engine.budget.attention import ShareStatistics
+    from degarble.harness.engine.budget.rules import JudgeableCall
     from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.model.components import Component
     from degarble.harness.model.config.config import V4Config
@@ -220,6 +222,16 @@ class DeepSeekV4(TabledFamily):
     def cached_latent(self, config: V4Config) -> tuple[int, int]:
         """Return the dims without rotation."""
         return config.nope_head_dim, 64
+
+    def attention_error(
+        self, call: JudgeableCall, laws: ShareStatistics
+    ) -> tuple[Tensor, bool, tuple[str, ...]]:
+        """Return the derivation of budgets.py."""
+        from degarble.harness.families.deepseek_v4.budgets import (  # noqa: PLC0415  heavy
+            attention_error,
+        )
+
+        return attention_error(call, laws)
 
     # ---- runs ------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget.budget import Budget
     from degarble.harness.model.config.config import Config
-    from degarble.references.facts import V4Facts
+    from degarble.references.components.v4 import V4Facts
 
 
 # --------------------------------------------------------------------------------------------------

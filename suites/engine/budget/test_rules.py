@@ -12,8 +12,8 @@ from torch import Tensor
 
 from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.engine.budget import rules as budget_rules
-from degarble.harness.engine.budget.attention import _logit as all_logits
-from degarble.harness.engine.budget.attention import _logit_in_part as logit_in_part
+from degarble.harness.engine.budget.attention import bounded_logit as all_logits
+from degarble.harness.engine.budget.attention import logit_in_part
 from degarble.harness.engine.budget.bounded_values import (
     QUOTIENT,
     BoundedValue,
