@@ -63,14 +63,13 @@ def product(x_TK: Tensor, value_NK: Tensor) -> Tensor:
 #
 # A product has 8 bits, a sum of aligned terms fewer than 24, and no product underflows.
 
-_CUT_BITS = 13  # fraction bits of a step, and of its sum
-_UNIT = F32(2.0**_CUT_BITS)
-_KEPT = U32(0xFFFFFFFF >> (23 - _CUT_BITS) << (23 - _CUT_BITS))  # of a float32
 _EXPONENT = U32(0x7F800000)
 
 
 @compiled_with(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
-def _short_sums(a_MK: Words, b_NK: Words, step: int, out_MN: Words) -> None:
+def _short_sums(
+    a_MK: Words, b_NK: Words, step: int, unit: np.float32, kept: np.uint32, out_MN: Words
+) -> None:
     word = np.zeros(1, np.float32)
     bits = word.view(np.uint32)
     for m in range(a_MK.shape[1]):
@@ -91,20 +90,24 @@ def _short_sums(a_MK: Words, b_NK: Words, step: int, out_MN: Words) -> None:
                     largest = max(largest, a_power[k] * b_power[k])
                 if largest == F32(0.0):
                     continue
-                scale = _UNIT / largest
+                scale = unit / largest
                 sums = np.trunc(total * scale)
                 for k in range(step):
                     sums += np.trunc(a[k] * b[k] * scale)
                 word[0] = sums / scale
-                bits[0] &= _KEPT
+                bits[0] &= kept
                 total = word[0]
             out_MN[m, n] = total
 
 
-def short_sums(a_MK: Tensor, b_NK: Tensor, step: int) -> Tensor:
-    """Return A B^T of numbers of E4M3 beside 2 to their exponents [2, R, K], in whole steps."""
+def short_sums(a_MK: Tensor, b_NK: Tensor, step: int, bits: int) -> Tensor:
+    """Return A B^T of numbers of E4M3 beside 2 to their exponents [2, R, K], in whole steps.
+
+    A step's terms have so many fraction bits, and so has its sum.
+    """
     out = np.empty((a_MK.shape[1], b_NK.shape[1]), np.float32)
-    _short_sums(a_MK.numpy(), b_NK.numpy(), step, out)
+    kept = U32(0xFFFFFFFF >> (23 - bits) << (23 - bits))  # of a float32
+    _short_sums(a_MK.numpy(), b_NK.numpy(), step, F32(2.0**bits), kept, out)
     return torch.from_numpy(out)
 
 

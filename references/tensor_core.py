@@ -143,7 +143,7 @@ def short_sums(a_MK: Tensor, b_NK: Tensor, rule: StepRule) -> Tensor:
         return dense_gemm(a_MK.view(torch.float8_e4m3fn), b_NK.view(torch.float8_e4m3fn), rule=rule)
     from degarble.references import compiled  # noqa: PLC0415  numba is heavy
 
-    out = compiled.short_sums(_with_powers(a_MK), _with_powers(b_NK), rule.step)
+    out = compiled.short_sums(_with_powers(a_MK), _with_powers(b_NK), rule.step, rule.fraction_bits)
     nan_M, nan_N = (((codes & 0x7F) == 0x7F).any(1) for codes in (a_MK, b_NK))
     return out.masked_fill_(nan_M[:, None] | nan_N, torch.nan)
 

@@ -41,7 +41,6 @@ from degarble.harness.chat.tokenizer import Tokenizer
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MANIFEST
 from degarble.harness.checkpoint.write.manifest import Manifest
-from degarble.harness.engine.budget.rules import HOPPER_FP8_BITS
 from degarble.harness.engine.conventions.registry import KEY, stored_conventions
 from degarble.harness.generate.generate import GenerationOptions, GenerationResult, TextGenerator
 from degarble.harness.inference.devices import CPU, run_on_device
@@ -63,6 +62,7 @@ from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.files import require_folder
 from degarble.harness.report.progress import size
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.references.tensor_core import WGMMA_FP8
 from degarble.references.traced.family import TracedModel, keeps_state, traced_pairs
 from degarble.references.traced.trace import TOKENS
 
@@ -484,7 +484,10 @@ def _facts_of_kernels(paired: Paired) -> dict[str, Any]:
     if table is None:
         return {}
     cut = table.components_by("sm90_gemm_fp8_block")
-    return {"kernels": table.document(), "fraction_bits": dict.fromkeys(cut, HOPPER_FP8_BITS)}
+    return {
+        "kernels": table.document(),
+        "fraction_bits": dict.fromkeys(cut, WGMMA_FP8.fraction_bits),
+    }
 
 
 def _estimate(

@@ -20,8 +20,9 @@ from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.harness.report.number_text import number
-from degarble.references.linears import CODES, X_LOOSE, activation_values
+from degarble.references.linears import CODES, STAGE, X_LOOSE, activation_values
 from degarble.references.numerics import DecodedOperands
+from degarble.references.tensor_core import WGMMA_FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -308,26 +309,23 @@ def normed(
 # Hopper's tensor core: the error of truncated accumulation of FP8 products.
 #
 # A step of `wgmma` takes 32 products of 8-bit codes and the accumulator C. All 33 terms are aligned
-# to the largest nominal exponent among them and cut 2^-13 below it (MMA-Sim 2.1.1, package mmasim),
-# so each term loses less than 2^-13 of the largest. Kernels add such sums to float32 after every
-# 128 of K, and a stage begins again from zero. The largest terms are read off the data: products by
-# the extremes of a step's rows, C by the partial sum of its stage. Scales are constant within a
-# stage and do not matter.
+# to the largest nominal exponent among them and cut 2^-13 below it (references/tensor_core.py), so
+# each term loses less than 2^-13 of the largest. Kernels add such sums to float32 after every 128
+# of K, the extent of a scale, and a stage begins again from zero. The largest terms are read off
+# the data: products by the extremes of a step's rows, C by the partial sum of its stage. Scales are
+# constant within a stage and do not matter.
 #
 # The bound applies only to components whose candidate declares it (`fraction_bits` of a manifest);
 # all others are judged as float32.
 
-HOPPER_FP8_BITS = 13
 FP8_ACTIVATIONS = ("FP8_1X128_UE8M0", "FP8_1X128_F32")
-PRODUCTS_PER_STEP = 32  # of K per instruction for 8-bit operands; PTX ISA 9.1, wgmma
-PROMOTION_EXTENT = 128  # of K after which a sum is added to float32: the extent of a scale
 
 
 def cut_in_steps(budget: Budget, x_MK: Tensor, w_NK: Tensor, bits: int) -> Budget:
     """Add the loss of steps with so many fraction bits to a budget."""
     slack = budget.slack + lost_in_steps(x_MK, w_NK, bits).reshape(budget.slack.shape)
     words = (
-        f"FP8 products in steps of {PRODUCTS_PER_STEP}, "
+        f"FP8 products in steps of {WGMMA_FP8.step}, "
         f"each term cut 2^-{bits} below the largest of a step"
     )
     return replace(budget, slack=slack, derivation=(*budget.derivation, words))
@@ -335,18 +333,15 @@ def cut_in_steps(budget: Budget, x_MK: Tensor, w_NK: Tensor, bits: int) -> Budge
 
 def lost_in_steps(x_MK: Tensor, w_NK: Tensor, bits: int) -> Tensor:
     """Return the bound of the loss [M, N]."""
-    lost = x_MK.new_zeros(x_MK.shape[0], w_NK.shape[0])
-    for stage in range(0, x_MK.shape[1], PROMOTION_EXTENT):
+    lost, step = x_MK.new_zeros(x_MK.shape[0], w_NK.shape[0]), WGMMA_FP8.step
+    for stage in range(0, x_MK.shape[1], STAGE):
         # The accumulator starts again from zero in every stage.
         partial = torch.zeros_like(lost)
-        for begin in range(stage, min(stage + PROMOTION_EXTENT, x_MK.shape[1]), PRODUCTS_PER_STEP):
-            x, w = (
-                x_MK[:, begin : begin + PRODUCTS_PER_STEP],
-                w_NK[:, begin : begin + PRODUCTS_PER_STEP],
-            )
+        for begin in range(stage, min(stage + STAGE, x_MK.shape[1]), step):
+            x, w = x_MK[:, begin : begin + step], w_NK[:, begin : begin + step]
             largest = x.abs().amax(1)[:, None] * w.abs().amax(1)[None]
-            # STEP products and the accumulator, each cut below the largest of them.
-            lost += (PRODUCTS_PER_STEP + 1) * 2.0**-bits * torch.maximum(largest, partial.abs())
+            # A step's products and the accumulator, each cut below the largest of them.
+            lost += (step + 1) * 2.0**-bits * torch.maximum(largest, partial.abs())
             partial += x @ w.T
     return lost
 

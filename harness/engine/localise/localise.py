@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from degarble.harness.base.errors import CANNOT_RUN
-from degarble.harness.engine.budget.rules import HOPPER_FP8_BITS
 from degarble.harness.engine.conventions.learned import (
     ConventionEvidence,
     ConventionFit,
@@ -54,6 +53,7 @@ from degarble.harness.engine.localise.replay import TwinComponents, batches, mak
 from degarble.harness.engine.localise.tensor_forms import check_forms, earlier_of, same_values
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.verdict import Verdict
+from degarble.references.tensor_core import WGMMA_FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,7 +128,9 @@ def fraction_bits_of(run: RecordedRun) -> dict[str, int]:
     """Return the components that sum FP8 products in a tensor core, and the fraction bits kept."""
     stated = run.facts.get("fraction_bits", {})
     known = stated.items() if isinstance(stated, dict) else ()
-    return {name: bits for name, bits in known if type(bits) is int and bits >= HOPPER_FP8_BITS}
+    return {
+        name: bits for name, bits in known if type(bits) is int and bits >= WGMMA_FP8.fraction_bits
+    }
 
 
 def ranks_of(run: RecordedRun) -> int:

@@ -31,9 +31,6 @@ from degarble.harness.engine.budget.bounded_values import (
 )
 from degarble.harness.engine.budget.budget import HEADROOM, Budget, judge, spacing
 from degarble.harness.engine.budget.rules import (
-    HOPPER_FP8_BITS,
-    PRODUCTS_PER_STEP,
-    PROMOTION_EXTENT,
     U,
     ambiguous_bf16,
     cut_in_steps,
@@ -56,8 +53,9 @@ from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.model.config.config import small_v32
 from degarble.references import elementary
 from degarble.references import numerics as rounding
+from degarble.references.linears import STAGE
 from degarble.references.numerics import IndexerFormat, KeyValueCache, Numerics, Switches
-from degarble.references.tensor_core import dense_gemm
+from degarble.references.tensor_core import WGMMA_FP8, dense_gemm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -321,12 +319,12 @@ def codes(seed: int, rows: int, inner: int) -> torch.Tensor:
 def by_steps(x: torch.Tensor, w: torch.Tensor, bits: int) -> torch.Tensor:
     """Steps of 32 products and C, each cut below the largest nominal exponent, then float32."""
     total = torch.zeros(len(x), len(w), dtype=torch.float32)
-    for stage in range(0, x.shape[1], PROMOTION_EXTENT):
+    for stage in range(0, x.shape[1], STAGE):
         c = torch.zeros(len(x), len(w), dtype=torch.float64)
-        for begin in range(stage, min(stage + PROMOTION_EXTENT, x.shape[1]), PRODUCTS_PER_STEP):
+        for begin in range(stage, min(stage + STAGE, x.shape[1]), WGMMA_FP8.step):
             a, b = (
-                x[:, None, begin : begin + PRODUCTS_PER_STEP],
-                w[None, :, begin : begin + PRODUCTS_PER_STEP],
+                x[:, None, begin : begin + WGMMA_FP8.step],
+                w[None, :, begin : begin + WGMMA_FP8.step],
             )
             exponents = torch.frexp(a).exponent + torch.frexp(b).exponent - 2
             exponents = torch.where(a * b == 0, -100, exponents)
@@ -342,22 +340,22 @@ def by_steps(x: torch.Tensor, w: torch.Tensor, bits: int) -> torch.Tensor:
 def test_steps_stay_within_the_bound_and_leave_that_of_float32(inner: int) -> None:
     x, w = codes(1, 24, inner), codes(2, 40, inner)
     exact = x @ w.T
-    made = by_steps(x, w, HOPPER_FP8_BITS).double()
+    made = by_steps(x, w, WGMMA_FP8.fraction_bits).double()
     plain = summed(x.float(), w.float())
-    allowed = cut_in_steps(plain, x.float(), w.float(), HOPPER_FP8_BITS)
+    allowed = cut_in_steps(plain, x.float(), w.float(), WGMMA_FP8.fraction_bits)
     off = (made - exact).abs()
     assert bool((off <= allowed.slack).all())
     assert bool((off > plain.slack).any()), "float32 alone does not explain it"
     assert any("cut 2^-13" in each for each in allowed.derivation)
-    worse = (by_steps(x, w, HOPPER_FP8_BITS - 6).double() - exact).abs()
+    worse = (by_steps(x, w, WGMMA_FP8.fraction_bits - 6).double() - exact).abs()
     assert bool((worse > allowed.slack).any()), "fewer bits are found"
 
 
 def test_a_stage_begins_anew() -> None:
     x, w = codes(3, 4, 256), codes(4, 4, 256)
     halves = [slice(0, 128), slice(128, 256)]
-    parts = [lost_in_steps(x[:, k], w[:, k], HOPPER_FP8_BITS) for k in halves]
-    assert torch.allclose(lost_in_steps(x, w, HOPPER_FP8_BITS), parts[0] + parts[1])
+    parts = [lost_in_steps(x[:, k], w[:, k], WGMMA_FP8.fraction_bits) for k in halves]
+    assert torch.allclose(lost_in_steps(x, w, WGMMA_FP8.fraction_bits), parts[0] + parts[1])
 
 
 def test_a_manifest_is_believed_as_far_as_a_chip_goes() -> None:
