@@ -65,6 +65,16 @@ _SEARCHED = 2  # components of one form, at most, whose causes are searched in v
 _NARROW = (torch.bfloat16, torch.float16)  # weights that are multiplied as they are
 
 
+class ModuleCall(NamedTuple):
+    """One call of a component under values of conventions; of a product only `rows`."""
+
+    component: str
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    rows: Tensor | None = None  # all of them where None
+
+
 class Twin:
     """The definition of every component: weights of products by component, and callables.
 
@@ -111,7 +121,7 @@ class Twin:
             earlier = known.run()
             if earlier is not None and known.equals(earlier, inputs, outputs):
                 return known.judged
-        kernel = self._judge(call.component, inputs, outputs, values, rows, search)
+        kernel = self._judge(ModuleCall(call.component, inputs, outputs, values, rows), search)
         if kernel is not None and kernel.verdict is Verdict.AGREES and not values:
             kept = self._agreed.setdefault(call.component, deque(maxlen=_REMEMBERED))
             kept.append(_Agreed(weakref.ref(run), call, kernel))
@@ -141,49 +151,36 @@ class Twin:
         """Judge one call, by conventions; None where the component has no definition."""
         rows = None if _all_finite(inputs) else self.finite_rows(component, inputs)
         search = self.search(component) if explain else None
-        return self._judge(component, inputs, outputs, values, rows, search)
+        return self._judge(ModuleCall(component, inputs, outputs, values, rows), search)
 
-    def _judge(
-        self,
-        component: str,
-        inputs: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor],
-        values: Mapping[str, Any],
-        rows: Tensor | None,
-        search: Search | None = None,
-    ) -> JudgedKernel | None:
-        if component in self._definitions:
-            made = by_callable(self._definitions[component], tuple(inputs.values()), None)
-            return judge_defined(component, made, dict(outputs), search=search is not None)
-        made_of = self.product(component, inputs, outputs, values, rows)
+    def _judge(self, call: ModuleCall, search: Search | None) -> JudgedKernel | None:
+        name = call.component
+        if name in self._definitions:
+            made = by_callable(self._definitions[name], tuple(call.inputs.values()), None)
+            return judge_defined(name, made, dict(call.outputs), search=search is not None)
+        made_of = self.product(call)
         if made_of is None:
             return None
         product, out = made_of
-        at_once = agrees_at_once(component, product, out)
-        return at_once or judge_product(component, product, out, search=search)
+        at_once = agrees_at_once(name, product, out)
+        return at_once or judge_product(name, product, out, search=search)
 
-    def product(
-        self,
-        component: str,
-        inputs: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor],
-        values: Mapping[str, Any],
-        rows: Tensor | None,
-    ) -> tuple[Product, Tensor] | None:
+    def product(self, call: ModuleCall) -> tuple[Product, Tensor] | None:
         """Return a call as a product, and what came out; None where it is none."""
-        if component not in self._weights or set(inputs) != {_IN} or set(outputs) != {_OUT}:
+        names = set(call.inputs), set(call.outputs)
+        if call.component not in self._weights or names != ({_IN}, {_OUT}):
             return None
-        x, out = inputs[_IN], outputs[_OUT]
+        x, out, rows = call.inputs[_IN], call.outputs[_OUT], call.rows
         if out.dtype not in OUTPUTS:
             return None
         if rows is not None and x.shape[:-1] == out.shape[:-1]:
             x, out = x[rows], out[rows]  # a product gives each row by itself
-        bias = self._weights[component].get(_BIAS)
+        bias = self._weights[call.component].get(_BIAS)
         # Trap: x may hold gigabytes, and each check of it costs as much as a product of few rows.
         operand = MatrixOperand.from_value(_IN, x, finite=True)
-        product = Product.from_operands(operand, self._operand(component), out.dtype, bias)
-        if values:
-            product = replace(product, operands=values.get(OPERANDS, DecodedOperands.EXACT))
+        product = Product.from_operands(operand, self._operand(call.component), out.dtype, bias)
+        if call.values:
+            product = replace(product, operands=call.values.get(OPERANDS, DecodedOperands.EXACT))
         return product, out
 
     def search(
@@ -456,7 +453,7 @@ class _Judging:
                 continue
             inputs, outputs = self._run.inputs(call), self._run.outputs(call)
             if not _is_without_rows(outputs) and _all_finite(inputs):
-                made = self._twin.product(call.component, inputs, outputs, self._values, None)
+                made = self._twin.product(ModuleCall(call.component, inputs, outputs, self._values))
                 found += [] if made is None else [made]
             if len(found) == _MORE:
                 break
