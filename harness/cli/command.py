@@ -48,7 +48,7 @@ Cluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="ray",
-        help="Spread shards over a Ray cluster (audit, quantise, convert).",
+        help="Spread the work over a Ray cluster (audit, check, quantise, convert).",
         rich_help_panel=EVERYWHERE,
     ),
 ]
@@ -236,7 +236,7 @@ def _terminal(before: Terminal, name: str, given: dict[str, Any]) -> Terminal:
         raise InvalidArgument(
             "--cluster",
             cluster,
-            "a command that can be spread: audit, quantise, convert",
+            "a command that can be spread: audit, check, quantise, convert",
             f"Leave it out: {name} runs on this machine.",
         )
     json_file: Path | None = given["json"]

@@ -183,13 +183,13 @@ ADDRESS, WORKERS = "RAY_ADDRESS", "DEGARBLE_WORKERS"
 
 
 @contextmanager
-def spread(terminal: Terminal) -> Iterator[Workers]:
-    """Yield the workers that the options choose."""
+def spread(terminal: Terminal, processes: int | None = None) -> Iterator[Workers]:
+    """Yield the workers that the options choose; `processes` go before the environment's."""
     # Imports torch by way of the runs, which --help and --version do without.
     from degarble.harness.inference.processes import workers_of  # noqa: PLC0415
 
     address = os.environ.get(ADDRESS) or None
-    with workers_of(terminal.cluster, address, requested_processes()) as workers:
+    with workers_of(terminal.cluster, address, processes or requested_processes()) as workers:
         if not isinstance(workers, int) and not terminal.quiet:
             sys.stderr.write(f"degarble: {workers.description}\n")
         yield workers

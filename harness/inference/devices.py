@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from degarble.harness.base.errors import MissingDevice
+from degarble.harness.base.errors import InvalidArgument, MissingDevice
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.weight import Weight
 from degarble.harness.inference.weights import HeldWeight
@@ -29,17 +29,65 @@ if TYPE_CHECKING:
 
     _Held = WeakKeyDictionary[Weight, Weight]
 
-CPU = "cpu"
+CPU, CUDA = "cpu", "cuda"
+_DIGITS = 5  # of a number that int() reads
 _FIELDS = ("value", "codes", "block_scale", "tensor_scale", "input_scale")
+
+
+class GpuLost(BaseException):
+    """A GPU that failed. It is no Exception, so that nobody takes it for a finding."""
+
+    def refusal(self, name: str, device: str) -> MissingDevice:
+        """Return the error for whoever chose the GPU."""
+        return MissingDevice(
+            name, f"{device}: {self}", "a GPU that answers",
+            "Look at nvidia-smi, and leave this GPU out, such as --device cuda:1.",
+        )  # fmt: skip
 
 
 def require_device(name: str, device: str) -> None:
     """Refuse a device that is not here."""
-    if device != CPU and not torch.cuda.is_available():
+    if not device.startswith(CPU):
+        devices_of(name, device)
+
+
+def devices_of(name: str, text: str) -> tuple[str, ...]:
+    """Return the devices of an option: cpu, cuda, cuda:all, or numbers such as cuda:0,2."""
+    kind, colon, rest = text.partition(":")
+    numbers = rest.split(",") if colon and rest != "all" else []
+    if kind not in (CPU, CUDA) or (kind == CPU and colon) or not all(map(_is_number, numbers)):
+        raise InvalidArgument(
+            name, text, "cpu, cuda, cuda:all, or numbers such as cuda:0,2",
+            "nvidia-smi -L lists the GPUs of this machine.",
+        )  # fmt: skip
+    if kind == CPU:
+        return (CPU,)
+    present = gpus()
+    if not present:
         raise MissingDevice(
-            name, device, "an NVIDIA GPU that torch can use",
+            name, text, "an NVIDIA GPU that torch can use",
             "Leave the option out to compute on the CPU, or install torch with CUDA.",
         )  # fmt: skip
+    if rest == "all":
+        return present
+    beyond = [number for number in numbers if int(number) >= len(present)]
+    if beyond:
+        raise MissingDevice(
+            name, f"cuda:{beyond[0]}", f"one of the GPUs of this machine, {', '.join(present)}",
+            "Take cuda:all for all of them.",
+        )  # fmt: skip
+    return tuple(dict.fromkeys(present[int(number)] for number in numbers)) or (CUDA,)
+
+
+def gpus() -> tuple[str, ...]:
+    """Return the GPUs that torch can use."""
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(f"{CUDA}:{number}" for number in range(torch.cuda.device_count()))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < _DIGITS
 
 
 def run_on_device(bound: BoundModel, device: str) -> None:
@@ -66,6 +114,12 @@ class _DeviceCall(CallWrapper):
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """Run it there; give what came back."""
+        try:
+            return self._run(inputs, weights)
+        except torch.AcceleratorError as error:
+            raise GpuLost(str(error).strip().partition("\n")[0]) from error
+
+    def _run(self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> dict[str, Tensor]:
         given = {name: each.to(self._device) for name, each in inputs.items()}
         made = self.wrapped(given, _DeviceWeights(weights, self._device, self._held))
         home = torch.device(CPU)

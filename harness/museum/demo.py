@@ -20,7 +20,7 @@ from degarble.harness.commands.check.report import check_page, page_sentence, re
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.model_faults import ComponentContext, Reach
 from degarble.harness.engine.faults.registry import model_fault_named
-from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.localise import During, localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.inference.model import one_thread, open_model
 from degarble.harness.model.components import components
@@ -179,7 +179,7 @@ def judge_run(model: DemoModel, run: InMemoryRun) -> DemoRun:
     collector = StatisticsCollector(model.museum.config)
     found = localise(
         model.twin, model.museum.recipe, first_steps(run, JUDGED_STEPS), model.reference,
-        lambda _component: None, collector,
+        During(looked=collector),
     )  # fmt: skip
     causes = tuple(
         DiagnosedOrigin(

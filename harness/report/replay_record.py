@@ -80,6 +80,16 @@ class CloseLook:
 
 
 @dataclass(frozen=True)
+class MeasuredOutput:
+    """Details of one output; `difference` and `budget` are relative L2 of the worst call."""
+
+    output: str
+    look: CloseLook = field(default_factory=CloseLook)
+    difference: float | None = None
+    budget: float | None = None
+
+
+@dataclass(frozen=True)
 class JudgedOutput:
     """One output of one component over the whole run.
 

@@ -21,7 +21,10 @@ class PlayedCluster:
     def __init__(self, asked: list[str | None]) -> None:
         self._asked = asked
 
-    def run_each(self, work: Any, tasks: Any, name: Any, /) -> Iterator[tuple[Any, Any]]:
+    def run_each(
+        self, work: Any, tasks: Any, name: Any, again: int = 0, /
+    ) -> Iterator[tuple[Any, Any]]:
+        del again
         for task in tasks:
             self._asked.append(name(task))
             yield task, work(task)

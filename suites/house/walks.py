@@ -56,7 +56,11 @@ CAPTURE_TO_PAGE = (
     Step(f"{_ENGINE}diagnose/diagnose.py", "diagnose", "searches the fault that explains it"),
     Step(_REPORT, "write_check_report", "writes page, tables and JUnit"),
     Step(_REPORT, "replay_record", "turns the rows into plain numbers"),
-    Step(f"{_CHECK}output_statistics.py", "StatisticsCollector.look", "gives one output's details"),
+    Step(
+        f"{_CHECK}output_statistics.py",
+        "StatisticsCollector.measured_output",
+        "gives one output's details",
+    ),
     Step(_REPORT, "check_page", "makes the page"),
     Step("reports/replay_panel.py", "replay_panel", "makes maps, close looks and tables"),
     Step(_REPORT, "write_check_page", "leaves out close looks of a page that is too large"),

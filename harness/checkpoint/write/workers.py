@@ -13,6 +13,7 @@ import tempfile
 import threading
 import traceback
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from importlib import import_module
 from multiprocessing import (
     current_process,
@@ -25,13 +26,13 @@ from multiprocessing import (
 )
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TextIO, TypeVar
 
 from degarble.harness.base.errors import InvalidArgument, MissingDependency, WorkerLost
 from degarble.harness.base.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
 
@@ -97,9 +98,13 @@ def _forget_lost_server() -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Processes of this machine. A worker holds one task at a time, so if it dies (a signal, too little
-# memory, a crash of native code) WorkerLost names the task, the signal or status, and the remedy.
+# memory, a crash of native code) its task is known. Another worker takes its place, and the task
+# runs `again` as often as the caller allows; then WorkerLost names the task, the signal or status,
+# and the remedy. A task that raises WorkerLost itself (its GPU has failed) counts as such a death.
 # The first failure ends the others; finished tasks are kept. With one worker everything runs in the
-# calling process. A `Cluster` may replace the number of workers: same tasks, same results.
+# calling process. A `Cluster` may replace the number of workers: same tasks, same results. Workers
+# may have `places`, such as GPUs: `work` is called with the worker's place, then the task. Whoever
+# takes over for a dead worker gets the next place.
 
 _IMPORTED = "degarble.harness.checkpoint.transform.convert.worker_imports"
 
@@ -120,6 +125,7 @@ class Cluster(Protocol):
         work: Callable[[Task], Result],
         tasks: Iterable[Task],
         name: Callable[[Task], str],
+        again: int = 0,
         /,
     ) -> Iterator[tuple[Task, Result]]:
         """Yield each task with its result as it completes."""
@@ -132,51 +138,127 @@ Workers = int | Cluster  # processes of this machine, or whoever else does the w
 class _Worker(NamedTuple):
     process: WorkerProcess
     connection: Connection[Any, Any]
+    place: int
 
 
 def run_each(
-    work: Callable[[Task], Result],
+    work: Callable[..., Result],
     tasks: Iterable[Task],
     workers: Workers,
     name: Callable[[Task], str] = repr,
+    *,
+    again: int = 0,
+    places: Sequence[Any] = (),
 ) -> Iterator[tuple[Task, Result]]:
     """Yield each task with its result as it completes; `name` formats a task for messages.
 
-    With several workers, `work`, tasks and results are pickled between processes.
+    With several workers, `work`, tasks and results are pickled between processes. A task whose
+    worker died runs `again` so many times. With `places`, `work` is called with one, then the task.
     """
     if not isinstance(workers, int):
-        yield from workers.run_each(work, tasks, name)
+        yield from workers.run_each(work, tasks, name, again)
         return
     if workers < 1:
         raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
     listed = list(tasks)
     # A daemonic process, such as one of multiprocessing.Pool, may not have children of its own.
     if workers == 1 or len(listed) < 2 or current_process().daemon:
+        here = partial(work, places[0]) if places else work
         for task in listed:
-            yield task, work(task)
+            yield task, here(task)
         return
-    pool = [_start(work) for _ in range(min(workers, len(listed)))]
-    try:
-        yield from _share_out(pool, listed, name)
-    finally:
-        for worker in pool:
+    with Pool(work, workers, places) as pool:
+        yield from pool.run_each(listed, name, again)
+
+
+class Pool:
+    """Up to `count` worker processes, of which each that dies is replaced; a context ends them.
+
+    They start when there are tasks for them, and then stay for later ones. `imported` are modules
+    that are imported once for all workers.
+    """
+
+    def __init__(
+        self,
+        work: Callable[..., Any],
+        count: int,
+        places: Sequence[Any] = (),
+        imported: Sequence[str] = (),
+    ) -> None:
+        self._work, self._count, self._places = work, count, places
+        self._imported = imported or (_IMPORTED,)
+        self._workers: list[_Worker] = []
+        self._idle: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
             worker.connection.close()
             worker.process.terminate()
-        for worker in pool:
+        for worker in self._workers:
             worker.process.join()
+        self._workers, self._idle = [], []
+
+    def start(self, count: int) -> None:
+        """Have at least so many workers, as far as the pool may."""
+        for place in range(len(self._workers), min(count, self._count)):
+            self._add(place)
+
+    def run_each(
+        self, tasks: Sequence[Task], name: Callable[[Task], str], again: int = 0
+    ) -> Iterator[tuple[Task, Any]]:
+        """Keep every worker busy with one task; yield each task with its result."""
+        self.start(len(tasks))
+        waiting = list(reversed([(task, again) for task in tasks]))
+        busy: dict[Connection[Any, Any], tuple[_Worker, Task, int]] = {}
+        while busy or waiting:
+            while self._idle and waiting:
+                worker, (task, left) = self._idle.pop(), waiting.pop()
+                busy[worker.connection] = worker, task, left
+                with suppress(BrokenPipeError):  # it died idle: what is received says so
+                    worker.connection.send(task)
+            ready = wait(list(busy))
+            for connection in [each for each in busy if each in ready]:
+                worker, task, left = busy.pop(connection)
+                succeeded, answer = _received(worker, name(task), 1 + again - left)
+                if succeeded:
+                    self._idle.append(worker)
+                    yield task, answer
+                    continue
+                if not isinstance(answer, WorkerLost) or not left:
+                    raise answer
+                waiting.append((task, left - 1))
+                self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        worker.connection.close()
+        worker.process.terminate()
+        worker.process.join()
+        self._add(worker.place + 1)
+
+    def _add(self, place: int) -> None:
+        work = self._work
+        if self._places:
+            work = partial(work, self._places[place % len(self._places)])
+        worker = _start(work, place, self._imported)
+        self._workers.append(worker)
+        self._idle.append(worker)
 
 
-def _start(work: Callable[[Task], Result]) -> _Worker:
+def _start(work: Callable[[Task], Result], place: int, imported: Sequence[str]) -> _Worker:
     # Trap: a forked copy of a process with threads (torch has some) may hang for ever. These are
     # forked from a process that has imported everything and started no thread: they begin at once,
     # and share what was imported, so that sixteen take little more memory than two.
     context = get_context("forkserver")
-    context.set_forkserver_preload([_IMPORTED])
+    context.set_forkserver_preload(list(imported))
     ours, theirs = context.Pipe()
     process = WorkerProcess(target=_serve, args=(theirs, work, dict(os.environ)), daemon=True)
     process.start()
     theirs.close()  # Trap: while we hold their end, a dead worker looks like a silent one
-    return _Worker(process, ours)
+    return _Worker(process, ours, place)
 
 
 def _serve(
@@ -204,50 +286,22 @@ def run_task(work: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
         return False, error
 
 
-def _share_out(
-    pool: list[_Worker], tasks: list[Task], name: Callable[[Task], str]
-) -> Iterator[tuple[Task, Any]]:
-    """Keep every worker busy with one task; yield the results."""
-    waiting = list(reversed(tasks))
-    busy: dict[Connection[Any, Any], tuple[_Worker, Task]] = {}
-    idle = list(pool)
-    while busy or waiting:
-        while idle and waiting:
-            worker, task = idle.pop(), waiting.pop()
-            busy[worker.connection] = worker, task
-            _send(worker, task, name)
-        ready = wait(list(busy))
-        for connection in [each for each in busy if each in ready]:
-            worker, task = busy.pop(connection)
-            succeeded, answer = _receive(worker, task, name)
-            if not succeeded:
-                raise answer
-            idle.append(worker)
-            yield task, answer
-
-
-def _send(worker: _Worker, task: Task, name: Callable[[Task], str]) -> None:
-    try:
-        worker.connection.send(task)
-    except BrokenPipeError as error:
-        raise _lost(worker, name(task)) from error
-
-
-def _receive(worker: _Worker, task: Task, name: Callable[[Task], str]) -> tuple[bool, Any]:
+def _received(worker: _Worker, task: str, times: int) -> tuple[bool, Any]:
+    """Return what a worker sent; that it is lost if it died at this attempt at its task."""
     try:
         answer: tuple[bool, Any] = worker.connection.recv()
-    except (EOFError, ConnectionResetError) as error:
-        raise _lost(worker, name(task)) from error
+    except (EOFError, ConnectionResetError):
+        return False, _lost(worker, task, times)
     return answer
 
 
-def _lost(worker: _Worker, task: str) -> WorkerLost:
+def _lost(worker: _Worker, task: str, times: int) -> WorkerLost:
     worker.process.join()
     code = worker.process.exitcode or 0
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     return WorkerLost(
         f"worker process for {task}",
-        how,
+        how if times == 1 else f"{how}, {times} times",
         "a worker that lives until its task is done",
         "Run again: what is finished is kept. SIGKILL mostly means too little memory:"
         " use fewer workers.",
@@ -256,9 +310,9 @@ def _lost(worker: _Worker, task: str) -> WorkerLost:
 
 # --------------------------------------------------------------------------------------------------
 # Machines of a Ray cluster. `ray_cluster` joins the cluster at an address or starts one on this
-# machine. Tasks are spread over the machines, one a core, and never retried. A cluster started here
-# listens on loopback only, requires a token, has no dashboard, and ends with the run, as do its
-# files. Every machine must see source and target under the same path.
+# machine. Tasks are spread over the machines, one a core, and Ray itself repeats none. A cluster
+# started here listens on loopback only, requires a token, has no dashboard, and ends with the run,
+# as do its files. Every machine must see source and target under the same path.
 #
 # Errors: Ray is not installed, the cluster cannot be reached, or a machine has another version of
 # degarble. A worker or machine that dies raises WorkerLost with its task; finished tasks are kept.
@@ -295,25 +349,39 @@ class RayCluster:
         return f"Ray cluster, {where}: machines {alive}, cores {self.cores}."
 
     def run_each(
-        self, work: Callable[[Task], Result], tasks: Iterable[Task], name: Callable[[Task], str]
+        self,
+        work: Callable[[Task], Result],
+        tasks: Iterable[Task],
+        name: Callable[[Task], str],
+        again: int = 0,
     ) -> Iterator[tuple[Task, Result]]:
-        """Yield each task with its result as it completes; the first failure cancels the rest."""
+        """Yield each task with its result as it completes; the first failure cancels the rest.
+
+        A task whose worker or machine died runs `again` so many times.
+        """
         remote = self._ray.remote(_served).options(
             num_cpus=1, max_retries=0, scheduling_strategy="SPREAD"
         )
         # Stored once in the cluster, and not sent with every task.
         shared = self._ray.put(work)
-        waiting = list(reversed(list(tasks)))
-        running: dict[Any, Task] = {}
+        waiting = list(reversed([(task, again) for task in tasks]))
+        running: dict[Any, tuple[Task, int]] = {}
         try:
             while running or waiting:
                 while waiting and len(running) < self.cores * _IN_FLIGHT_A_CORE:
-                    task = waiting.pop()
-                    running[remote.remote(VERSION, shared, task)] = task
+                    task, left = waiting.pop()
+                    running[remote.remote(VERSION, shared, task)] = task, left
                 done, _ = self._ray.wait(list(running), num_returns=1)
                 for each in done:
-                    task = running.pop(each)
-                    yield task, self._answer(each, name(task))
+                    task, left = running.pop(each)
+                    try:
+                        answer = self._answer(each, name(task))
+                    except WorkerLost:
+                        if not left:
+                            raise
+                        waiting.append((task, left - 1))
+                        continue
+                    yield task, answer
         finally:
             for each in running:
                 self._ray.cancel(each, force=True)

@@ -15,6 +15,7 @@ from degarble.harness.cli.command import command
 from degarble.harness.cli.imports import importing
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.cli.values import (
+    MOST_PROCESSES,
     Backend,
     CapturePath,
     CheckpointPath,
@@ -24,13 +25,14 @@ from degarble.harness.cli.values import (
     Prompts,
     ReportFolder,
     Strict,
+    requested_processes,
     settings_here,
 )
 from degarble.harness.inference.processes import read_rank_info
 from degarble.harness.report.files import is_stream, require_folder
 from degarble.harness.report.progress import size
 
-DEVICES = ("cpu", "cuda")
+UNFINISHED = "degarble-unfinished"
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,25 @@ class CheckOptions:
     device: Annotated[
         str,
         typer.Option(
-            metavar="|".join(DEVICES), help="Where twin, reference and backend are computed."
+            metavar="DEVICE",
+            help="Where twin, reference and backend are computed: cpu, cuda, cuda:1, cuda:0,2,"
+            " cuda:all.",
         ),
     ] = "cpu"
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Processes that judge components, each on one thread.",
+            show_default="the calling process, or one a GPU",
+        ),
+    ] = None
+    screen: Annotated[
+        bool,
+        typer.Option(
+            "--screen", help="Look at sampled rows first, and at whole components where needed."
+        ),
+    ] = False
     partial: Partial = False
     report: ReportFolder = None
 
@@ -127,7 +145,7 @@ def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     command(app, "capture", CaptureOptions)(capture)
     command(app, "import", ImportArguments)(import_dump)
-    command(app, "check", CheckOptions, json_word=True)(check)
+    command(app, "check", CheckOptions, spreads=True, json_word=True)(check)
     command(app, "compare", CompareOptions, json_word=True)(compare)
 
 
@@ -241,15 +259,9 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     """Judge a captured run: which layer, which component, why, with what evidence.
 
     With --backend it runs the prompts of CAPTURE again on these kernels, and judges that run.
+    The same command again finishes what was interrupted.
     """
-    values.existing("CAPTURE", options.capture)
-    values.existing("--reference", options.reference)
-    values.existing("--checkpoint", options.checkpoint)
-    values.backend("--backend", options.backend)
-    values.strict(options.backend, wanted=options.strict)
-    values.one_of("--device", options.device, DEVICES)
-    if options.report is not None:
-        require_folder("--report", options.report)
+    _require_usable(options, terminal)
     with importing():  # torch, which --help and --version do without
         from degarble.harness.commands.check import check as run  # noqa: PLC0415
         from degarble.harness.commands.check.report import (  # noqa: PLC0415
@@ -257,15 +269,19 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
             check_sentence,
             check_text,
         )
+        from degarble.harness.commands.check.spread import SpreadCheck  # noqa: PLC0415
         from degarble.harness.engine.conventions.registry import read_options  # noqa: PLC0415
+        from degarble.harness.inference.devices import devices_of  # noqa: PLC0415
 
+    devices = devices_of("--device", options.device)
     wanted = run.CheckSettings(
         options.capture,
         options.reference,
         options.checkpoint,
-        device=options.device,
+        device=devices[0],
         partial=options.partial,
         conventions=read_options(options.convention or ()),
+        screen=options.screen,
     )
     with ExitStack() as stack:
         if options.backend != "torch":
@@ -276,17 +292,63 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
             from degarble.harness.commands.check.output_statistics import StatisticsCollector  # noqa: PLC0415  as above
 
             looker = StatisticsCollector(opened.model.config)
+        chosen = _spread(options, terminal, devices, stack)
+        elsewhere = SpreadCheck(opened, chosen, looking=looker is not None)
         components = len({call.component for call in opened.capture.calls})
         with terminal.progress("check", components) as report:
-            checked = opened.judge(looker, report, _cases(options, terminal))
+            checked = opened.judge(looker, report, _cases(options, terminal), elsewhere)
         sentence = check_sentence(checked)
         terminal.say(check_text(checked, sentence, width=terminal.width, colour=terminal.colour))
         document = check_document(checked, sentence)
         if options.report is not None:
             document["report"] = _report(options, opened, checked, looker)
             terminal.say(f"Open the report: {document['report']}")
-    terminal.emit(document)
+        terminal.emit(document)
+        elsewhere.close()
     return checked.verdict.exit_status
+
+
+def _require_usable(options: CheckOptions, terminal: Terminal) -> None:
+    """Refuse what is wrong before anything is opened."""
+    values.existing("CAPTURE", options.capture)
+    values.existing("--reference", options.reference)
+    values.existing("--checkpoint", options.checkpoint)
+    values.backend("--backend", options.backend)
+    values.strict(options.backend, wanted=options.strict)
+    values.within("--workers", options.workers, 1, MOST_PROCESSES)
+    if terminal.cluster is not None and options.device != "cpu":
+        raise InvalidArgument(
+            "--device and --cluster", options.device, "one of them: a cluster computes on its CPUs",
+            "Leave one of them out.",
+        )  # fmt: skip
+    if options.report is not None:
+        require_folder("--report", options.report)
+
+
+def _spread(
+    options: CheckOptions, terminal: Terminal, devices: tuple[str, ...], stack: ExitStack
+) -> Any:
+    """Choose who judges components, and where finished ones are kept."""
+    from degarble.harness.commands.check.spread import SpreadSettings  # noqa: PLC0415  as above
+
+    workers: Any = options.workers or requested_processes()
+    if terminal.cluster is not None:
+        workers = stack.enter_context(values.spread(terminal, workers))
+    elif workers is None and len(devices) > 1:
+        workers = len(devices)
+    return SpreadSettings(workers, devices, _unfinished(options, terminal))
+
+
+def _unfinished(options: CheckOptions, terminal: Terminal) -> Path | None:
+    """Where finished components are kept: with the output. The run of a backend starts anew."""
+    if options.backend != "torch":
+        return None
+    if options.report is not None:
+        return options.report / UNFINISHED
+    if terminal.json_file is not None and not is_stream(terminal.json_file):
+        file = terminal.json_file.resolve()
+        return file.with_name(f"{file.stem}-{UNFINISHED}")
+    return None
 
 
 def _ran_again(
@@ -321,6 +383,7 @@ def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> st
     words += f" --backend {options.backend}" if options.backend != "torch" else ""
     words += f" --device {options.device}" if options.device != "cpu" else ""
     words += " --partial" if options.partial else ""
+    words += " --screen" if options.screen else ""
     return str(write_check_report(options.report, opened, checked, looker, words))
 
 

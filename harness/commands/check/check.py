@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
@@ -26,8 +27,8 @@ from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY, conventions_in
 from degarble.harness.engine.diagnose.attribute import Shares, shares_of
 from degarble.harness.engine.diagnose.minimal_reproducer import shrunk
-from degarble.harness.engine.localise.localise import Localised, localise
-from degarble.harness.inference.devices import CPU, require_device, run_on_device
+from degarble.harness.engine.localise.localise import During, Localised, localise
+from degarble.harness.inference.devices import CPU, GpuLost, require_device, run_on_device
 from degarble.harness.inference.generation import Continuation, Generation, Limits
 from degarble.harness.inference.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 from degarble.harness.inference.processes import usable_workers
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from degarble.harness.capture.capture import Watch
     from degarble.harness.engine.diagnose.diagnose import Diagnosed
     from degarble.harness.engine.diagnose.representatives import Representatives
+    from degarble.harness.engine.localise.answers import Elsewhere, JudgingTask
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.judged_run import Looked
     from degarble.harness.engine.localise.recorded_run import RecordedRun
@@ -174,6 +176,7 @@ class CheckSettings:
     device: str = CPU  # where twin and reference are computed
     partial: bool = False  # judge what there is of a capture whose run was killed
     conventions: Mapping[str, Any] = field(default_factory=dict)  # go before the capture's own
+    screen: bool = False  # look at sampled rows first
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,8 +248,9 @@ class CheckResult:
 class CheckRun:
     """A check with its models open: enter it as a context, then read the result."""
 
-    def __init__(self, wanted: CheckSettings) -> None:
-        self._wanted = wanted
+    def __init__(self, settings: CheckSettings, *, verify: bool = True) -> None:
+        self.settings = settings
+        self._verifying, self._verified = verify, False  # the reference, against its manifest
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -261,7 +265,7 @@ class CheckRun:
         self._open.close()
 
     def _bind(self) -> None:
-        wanted = self._wanted
+        wanted = self.settings
         require_device("--device", wanted.device)
         self.capture = Capture.open(wanted.capture)
         if not wanted.partial:
@@ -282,12 +286,14 @@ class CheckRun:
         run_on_device(self.twin, wanted.device)
         plain = self.model.arithmetic != "twin"
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
+        self._reference_model = self.model
         if plain and wanted.reference.resolve() == self.source.resolve():
             self.reference = self.twin
             self._verify(self.model)
             return
         reference = open_model(wanted.reference, "bf16", held_values=wanted.held_values)
         self._open.enter_context(reference)
+        self._reference_model = reference
         require_same_model(self.model.config, reference.config, wanted.reference)
         self._verify(reference)
         self.reference = as_recorded(reference.logits_model.bound, self.capture)
@@ -295,18 +301,56 @@ class CheckRun:
 
     def _verify(self, reference: OpenModel) -> None:
         """Raise if the reference does not match its manifest."""
+        if not self._verifying:
+            return
         self._verified = require_as_written(
             reference.checkpoint, usable_workers(), lambda _nbytes: None
         )
+
+    @property
+    def reference_fingerprint(self) -> str:
+        """Return the fingerprint of the reference."""
+        return fingerprint(self._reference_model.checkpoint)
+
+    def place_on_disk(self, task: JudgingTask) -> tuple[str, int]:
+        """Return where the first weight of some components lies: its file, and where it begins."""
+        weights = (name for each in task.names for name in self._weights.get(each, ()))
+        known = (self._places[name] for name in weights if name in self._places)
+        return min(known, default=("", 0))
+
+    @cached_property
+    def _weights(self) -> dict[str, tuple[str, ...]]:
+        return {each.name: each.weights for each in components(self.twin.config, self.recipe)}
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, int]]:
+        """Where each parameter lies on the disk."""
+        checkpoint = self.model.checkpoint
+        found: dict[str, tuple[str, int]] = {}
+        if checkpoint.names is not None:
+            for name in checkpoint.names.present:
+                parts = checkpoint.stored(name).form.parts.values()
+                found[name] = min((part.file.name, part.begin) for part in parts)
+            return found
+        for entry in checkpoint.entries.values():
+            name = self.model.stored.get(entry.name.rpartition(".")[0], entry.name)
+            place = (entry.file.name, entry.begin)
+            found[name] = min(found.get(name, place), place)
+        return found
 
     def judge(
         self,
         look: Looked | None = None,
         report: Callable[[str], None] = lambda _step: None,
         cases: Path | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> CheckResult:
         """Localise, diagnose, attribute; reproducers are written into the folder `cases`."""
-        found = localise(self.twin, self.recipe, self.capture, self.reference, report, look)
+        during = During(report, look, elsewhere, screen=self.settings.screen)
+        try:
+            found = localise(self.twin, self.recipe, self.capture, self.reference, during)
+        except GpuLost as lost:
+            raise lost.refusal("--device", self.settings.device) from lost
         if found.twin is not None:
             self.twin = found.twin  # by the conventions that were learned
         notes = _notes_of(self.capture, found)
@@ -343,7 +387,10 @@ class CheckRun:
     def _facts(self, found: Localised) -> dict[str, str]:
         facts = self.capture.facts
         fields = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
-        fields |= {"reference": self._wanted.reference.resolve().name, "capture": self.capture.hash}
+        fields |= {
+            "reference": self.settings.reference.resolve().name,
+            "capture": self.capture.hash,
+        }
         fields |= {"fingerprint": fingerprint(self.model.checkpoint)}
         fields |= {"the reference's hashes": "verified" if self._verified else None}
         fields |= {
@@ -351,7 +398,7 @@ class CheckRun:
         }
         coverage = Coverage.from_facts(facts)
         fields["recorded coarsely"] = "; ".join(coverage.lines()) if coverage else None
-        fields |= _computed(facts, self._wanted.device)
+        fields |= _computed(facts, self.settings.device)
         return {name: str(value) for name, value in fields.items() if value}
 
 
@@ -367,7 +414,8 @@ def _computed(facts: Mapping[str, Any], device: str) -> dict[str, str]:
         told["FP8 sums cut by the tensor core"] = _by_role(list(cut))
     if facts.get("device"):
         told["device of the candidate"] = str(facts["device"])
-    return told if device == CPU else told | {"device of the twin": device}
+    kind = device.partition(":")[0]
+    return told if kind == CPU else told | {"device of the twin": kind}
 
 
 def _by_role(components: Sequence[object]) -> str:

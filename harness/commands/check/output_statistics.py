@@ -26,11 +26,12 @@ from degarble.harness.report.replay_record import (
     CloseLook,
     Histogram,
     JudgedPlace,
+    MeasuredOutput,
     WorstElement,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -94,13 +95,23 @@ class StatisticsCollector:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._statistics: dict[tuple[str, str], _OutputStatistics] = {}
+        self._statistics: dict[str, dict[str, _OutputStatistics]] = {}
+        self._told: dict[str, dict[str, MeasuredOutput]] = {}  # of components judged elsewhere
 
     def forget(self, component: str) -> None:
         """Drop the statistics of a component that is judged again, under another convention."""
-        self._statistics = {
-            key: seen for key, seen in self._statistics.items() if key[0] != component
-        }
+        self._statistics.pop(component, None)
+        self._told.pop(component, None)
+
+    def take(self, component: str, measured: Sequence[MeasuredOutput]) -> None:
+        """Take the details of a component that was judged elsewhere."""
+        self._told[component] = {each.output: each for each in measured}
+
+    def measured(self, component: str) -> tuple[MeasuredOutput, ...]:
+        """Return the details of a component's outputs."""
+        return tuple(
+            self.measured_output(component, n) for n in self._statistics.get(component, {})
+        )
 
     def __call__(self, replay: Replay, judged: Mapping[str, OutputResult]) -> None:
         """Add one replay."""
@@ -112,9 +123,8 @@ class StatisticsCollector:
         sound = {name: tensor for name, tensor in kept.items() if name not in broken}
         pairs = aligned(outputs, sound)
         for name, result in judged.items():
-            seen = self._statistics.setdefault(
-                (replay.batch.component.name, name), _OutputStatistics()
-            )
+            outputs_seen = self._statistics.setdefault(replay.batch.component.name, {})
+            seen = outputs_seen.setdefault(name, _OutputStatistics())
             worse = (result.ratio if not math.isnan(result.ratio) else 0.0) > seen.ratio
             if worse:
                 seen.ratio, seen.judged = result.ratio, result.settled()
@@ -174,16 +184,25 @@ class StatisticsCollector:
             found["head"] = (torch.arange(heads), d_H.sum((0, 2)), t_H.sum((0, 2)))
         return found
 
-    def judged(self, component: str, output: str) -> OutputResult | None:
-        """Return the judgement of the call that is furthest off."""
-        seen = self._statistics.get((component, output))
-        return None if seen is None else seen.judged
+    def measured_output(self, component: str, output: str) -> MeasuredOutput:
+        """Return the details of one output."""
+        told = self._told.get(component, {}).get(output)
+        if told is not None:
+            return told
+        seen = self._statistics.get(component, {}).get(output)
+        judged = None if seen is None else seen.judged
+        difference = budget = None
+        if judged is not None and judged.comparison is not None:
+            difference = _number_or_none(float(judged.comparison.total.relative_l2))
+            budget = _number_or_none(judged.relative_budget)
+        look = CloseLook() if seen is None else self._look(seen)
+        return MeasuredOutput(output, look, difference, budget)
 
     def look(self, component: str, output: str) -> CloseLook:
         """Return the statistics of one output."""
-        seen = self._statistics.get((component, output))
-        if seen is None:
-            return CloseLook()
+        return self.measured_output(component, output).look
+
+    def _look(self, seen: _OutputStatistics) -> CloseLook:
         judged = seen.judged
         along = [
             profile for n, sums in seen.along.items() if (profile := sums.along(n)) is not None
@@ -233,6 +252,10 @@ def _histogram(seen: _OutputStatistics) -> Histogram | None:
     labels += [f"> {_BINS[-1]}", "not finite"]
     last = max(at for at, count in enumerate(seen.counts) if count)
     return Histogram(seen.unit, tuple(labels[: last + 1]), tuple(seen.counts[: last + 1]))
+
+
+def _number_or_none(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
 
 
 def _finite(value: float) -> float | None:

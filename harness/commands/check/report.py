@@ -21,6 +21,7 @@ from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.commands.check.check import texts_of
 from degarble.harness.commands.report_folder import with_earlier_panels, write_page
 from degarble.harness.engine.localise.judged_run import PAIRS
+from degarble.harness.engine.localise.screening import NEAR
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.kernel_table import table_lines
 from degarble.harness.report.number_text import number, share, visible
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.judged_run import OutputRow
     from degarble.harness.engine.localise.localise import Localised
+    from degarble.harness.engine.localise.screening import SampledRows
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.report.page import Provenance
     from degarble.harness.report.replay_record import TextRecord
@@ -68,7 +70,9 @@ def write_check_report(
     subject = Subject(checked.name, "Checkpoint", identity_of(opened.model.checkpoint))
     sentence = check_sentence(checked)
     localised = checked.localised
-    localised = replace(localised, notes=(*checked.notes, *localised.notes))
+    told = () if localised.sampled is None else tuple(screen_lines(localised.sampled))
+    screened = tuple(f"Screened: {line}." for line in told)
+    localised = replace(localised, notes=(*screened, *checked.notes, *localised.notes))
     facts = (*checked.facts.items(), *captured_facts(checked.capture.facts, checked.recipe))
     record = replay_record(localised, checked.origins, collector, sentence, facts)
     texts = texts_of(opened.capture, opened.model)
@@ -146,6 +150,12 @@ def page_sentence(
         return first if not more else f"{first} {more} more {'place' if more == 1 else 'places'}."
     if localised.verdict is Verdict.AGREES:
         calls = sum(row.calls for row in localised.rows)
+        if localised.sampled:
+            own = "Built-in reference: no kernel was tested. " if built_in else ""
+            return (
+                f"{own}Screened: of {len(localised.sampled):,} components only sampled rows were"
+                f" looked at; {calls:,} outputs show nothing beyond their budgets there."
+            )
         if built_in:
             return (
                 f"Built-in reference: no kernel was tested. {calls:,} outputs within their budgets."
@@ -266,11 +276,7 @@ def _layer_and_role(component: str) -> tuple[int | None, str]:
 def _output(row: OutputRow, collector: StatisticsCollector) -> JudgedOutput:
     component = row.component
     layer, _ = _layer_and_role(component.name)
-    judged = collector.judged(component.name, row.output)
-    difference = budget = None
-    if judged is not None and judged.comparison is not None:
-        difference = _number_or_none(float(judged.comparison.total.relative_l2))
-        budget = _number_or_none(judged.relative_budget)
+    measured = collector.measured_output(component.name, row.output)
     sums = [row.cosines.get(pair) for pair in PAIRS]
     cosines = [None if total is None else _number_or_none(total.cosine) for total in sums]
     return JudgedOutput(
@@ -281,15 +287,15 @@ def _output(row: OutputRow, collector: StatisticsCollector) -> JudgedOutput:
         verdict=row.verdict,
         ratio=_number_or_none(row.ratio),
         cosines=(cosines[0], cosines[1], cosines[2]),
-        difference=difference,
-        budget=budget,
+        difference=measured.difference,
+        budget=measured.budget,
         identical=row.identical / row.elements if row.elements else None,
         elements=row.elements,
         calls=row.calls,
         flips=row.flips,
         choices=row.choices,
         undecided=row.undecided,
-        look=collector.look(component.name, row.output),
+        look=measured.look,
     )
 
 
@@ -406,7 +412,76 @@ def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
         "not_judged": [{"component": name, "reason": why} for name, why in found.unjudged],
         "shares": _shares(checked),
         "notes": [*checked.notes, *found.notes],
-    } | ({} if checked.coverage is None else checked.coverage.document())  # fmt: skip
+    } | _screen(found) | _coverage(checked)  # fmt: skip
+
+
+def _coverage(checked: CheckResult) -> dict[str, Any]:
+    return {} if checked.coverage is None else checked.coverage.document()
+
+
+_SHARES = (0.01, 0.1)  # of the rows of a component, for which the risk to miss a fault is stated
+
+
+def _screen(found: Localised) -> dict[str, Any]:
+    """Return what a screening looked at, and what it would miss, by component."""
+    if found.sampled is None:
+        return {}
+    names = dict.fromkeys(row.component.name for row in found.rows)
+    return {
+        "screen": {
+            "whole": [name for name in names if name not in found.sampled],
+            "near": NEAR,
+            "sampled": [
+                {
+                    "component": name,
+                    "rows": each.looked,
+                    "of": each.rows,
+                    "experts": each.experts,
+                    "of_experts": each.visited,
+                    "seen_from_budgets": each.size,
+                    "at_random": each.at_random,
+                    "missed": {f"{q:.0%} of rows": each.missed(q) for q in _SHARES},
+                }
+                for name, each in found.sampled.items()
+            ],
+        }
+    }
+
+
+def screen_lines(sampled: Mapping[str, SampledRows]) -> Iterator[str]:
+    """Yield what a screening looked at, and what it did not look at, in words."""
+    if not sampled:
+        yield "nothing was sampled: every component was judged whole"
+        return
+    known = sampled.values()
+    rows, every = sum(each.looked for each in known), sum(each.rows for each in known)
+    yield (
+        f"{rows:,} of {every:,} rows of {len(sampled):,} components were looked at; inputs, forms"
+        " and whether values are finite, in all rows"
+    )
+    name, widest = max(sampled.items(), key=lambda pair: pair[1].size)
+    yield (
+        f"a fault of all rows together is seen from {number(widest.size)} budgets on ({name}),"
+        " and elsewhere from fewer"
+    )
+    drawn = {name: each for name, each in sampled.items() if each.at_random}
+    if drawn:
+        name, worst = max(drawn.items(), key=lambda pair: pair[1].missed(_SHARES[0]) or 0.0)
+        risks = [f"{q:.0%} of rows with {worst.missed(q):.1%}" for q in _SHARES]
+        yield f"a fault is missed, at most, in {' and in '.join(risks)} ({name})"
+    few = [name for name, each in drawn.items() if each.experts < each.visited]
+    if few:
+        least = min((sampled[name] for name in few), key=lambda each: each.experts / each.visited)
+        yield (
+            f"not all visited experts were looked at in {len(few)} components:"
+            f" {least.experts} of {least.visited} in {few[0]}"
+        )
+    first = [name for name, each in sampled.items() if not each.at_random]
+    if first:
+        yield (
+            f"of {len(first)} components whose rows depend on each other, such as {first[0]}, only"
+            " first positions and a few later calls were looked at"
+        )
 
 
 def _shares(checked: CheckResult) -> dict[str, Any] | None:
@@ -526,9 +601,7 @@ def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
     words = f"{len(names - wide.keys()):,} components"
     words += f" and {len(names & wide.keys()):,} stretches of several" if wide else ""
     yield from _columns("judged", f"{words}, {calls:,} calls", width)
-    if checked.coverage is not None:
-        for line in checked.coverage.lines():
-            yield from _columns("coarse", line, width)
+    yield from _coarse(checked, width)
     worst = max((row for row in found.rows if row.ratio == row.ratio), default=None,
                 key=lambda row: row.ratio)  # fmt: skip
     if worst is not None and not checked.origins:
@@ -569,6 +642,15 @@ def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
         yield from _columns("and", f"{len(others)} more: {listed}", width)
     if checked.shares is not None and len(checked.origins) > 1:
         yield from _columns("together", checked.shares.sentence, width)
+
+
+def _coarse(checked: CheckResult, width: int) -> Iterator[Text]:
+    """Yield what was recorded coarsely, and what was looked at in part."""
+    for line in () if checked.coverage is None else checked.coverage.lines():
+        yield from _columns("coarse", line, width)
+    sampled = checked.localised.sampled
+    for at, line in enumerate(() if sampled is None else screen_lines(sampled)):
+        yield from _columns("" if at else "screened", line, width)
 
 
 def _like(origin: DiagnosedOrigin) -> str:

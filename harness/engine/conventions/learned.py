@@ -82,13 +82,15 @@ class ConventionFit:
 class ConventionEvidence:
     """The components of a run with their roles, and how each fits under given values.
 
-    `unknown` components were recorded without their tensors.
+    `unknown` components were recorded without their tensors. `announce` is called with components
+    that will be looked at next, so that they can be judged at once.
     """
 
     roles: Mapping[str, str]
     fit: Callable[[str, Values], ConventionFit]
     assumed: Values
     unknown: frozenset[str] = frozenset()
+    announce: Callable[[Sequence[str], Values], None] = lambda _components, _values: None
     _known: dict[tuple[str, tuple[tuple[str, Any], ...]], ConventionFit] = field(
         default_factory=dict
     )
@@ -320,6 +322,7 @@ class _Search:
         # Recorded without tensors: these components could contradict, so nothing is learned.
         if any(name in evidence.unknown for name in names):
             return None
+        evidence.announce(names, values)
         good = tuple(name for name in names if evidence.supports(name, values))
         return _Stand(
             good,

@@ -200,6 +200,16 @@ class Judge:
             self._take(judged_component, replayed(self._known, batch))
             if briefly and judged_component.differs:
                 break
+        return self._cleared(judged_component)
+
+    def replays(self, component: Component, found: Sequence[Replay]) -> JudgedComponent:
+        """Judge replays of one component."""
+        judged_component = JudgedComponent(component)
+        for replay in found:
+            self._take(judged_component, replay)
+        return self._cleared(judged_component)
+
+    def _cleared(self, judged_component: JudgedComponent) -> JudgedComponent:
         if not judged_component.differs:
             judged_component.healthy.clear()  # nobody asks for their tensors
         return judged_component

@@ -10,7 +10,8 @@ inputs that it was given. What cannot be judged is listed by name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -23,6 +24,13 @@ from degarble.harness.engine.conventions.learned import (
 )
 from degarble.harness.engine.conventions.registry import LEARNED, REGISTRY, conventions_in
 from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
+from degarble.harness.engine.localise.answers import (
+    ComponentAnswer,
+    JudgingTask,
+    RowNumbers,
+    TaskAnswer,
+    tasks_of,
+)
 from degarble.harness.engine.localise.discrepancy import (
     DifferenceLocation,
     Discrepancy,
@@ -49,26 +57,35 @@ from degarble.harness.engine.localise.judged_run import (
     repeats_apart,
 )
 from degarble.harness.engine.localise.recorded_run import by_component, require_sound
-from degarble.harness.engine.localise.replay import TwinComponents, batches, maker_of
-from degarble.harness.engine.localise.tensor_forms import check_forms, earlier_of, same_values
+from degarble.harness.engine.localise.replay import Replay, TwinComponents, batches, maker_of
+from degarble.harness.engine.localise.screening import needs_more, screened
+from degarble.harness.engine.localise.tensor_forms import (
+    check_forms,
+    earlier_of,
+    non_finite_of,
+    same_values,
+)
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.verdict import Verdict
 from degarble.references.tensor_core import WGMMA_FP8
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.engine.conventions.registry import ConventionUsed
+    from degarble.harness.engine.localise.answers import Elsewhere
     from degarble.harness.engine.localise.input_reconstruction import Edge
     from degarble.harness.engine.localise.judged_run import Looked
     from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.engine.localise.replay import Batch
+    from degarble.harness.engine.localise.screening import SampledRows
     from degarble.harness.engine.localise.tensor_forms import FormCheck, NonFiniteOutput
     from degarble.harness.model.components import Component
     from degarble.harness.model.recipes import Recipe
+    from degarble.harness.report.replay_record import MeasuredOutput
     from degarble.references.binding import BoundModel
 
 
@@ -92,6 +109,8 @@ class Localised:
     conventions: tuple[ConventionUsed, ...] = ()  # that are not the official ones
     twin: BoundModel | None = None  # computes by these conventions
     run: RecordedRun | None = None  # its calls whose tensors fit their sites
+    # Components of which only sampled rows were looked at; None where nothing was sampled.
+    sampled: Mapping[str, SampledRows] | None = None
 
     @property
     def flips(self) -> tuple[OutputRow, ...]:
@@ -99,29 +118,33 @@ class Localised:
         return tuple(row for row in self.rows if row.flips)
 
 
+@dataclass(frozen=True)
+class During:
+    """What follows a localisation: `report` is called with each component, `looked` with replays.
+
+    `elsewhere` judges components in other processes, or knows them from an earlier run. `screen`:
+    look at sampled rows first, and at whole components where that is needed.
+    """
+
+    report: Callable[[str], None] = lambda _component: None
+    looked: Looked | None = None
+    elsewhere: Elsewhere | None = None
+    screen: bool = False
+
+
 def localise(
     twin: BoundModel,
     recipe: Recipe,
     run: RecordedRun,
     reference: BoundModel | None = None,
-    report: Callable[[str], None] = lambda _component: None,
-    looked: Looked | None = None,
+    during: During = During(),
 ) -> Localised:
-    """Judge a run against its twin; `reference` is the BF16 model, `looked` gets every replay."""
-    require_sound(run)
-    twin.ranks = ranks_of(run)
-    twin.fraction_bits = fraction_bits_of(run)
-    known = TwinComponents.from_twin(twin, recipe)
-    checked = check_forms(run, known)
-    work = _Work(known, checked, reference, looked)
-    calls = work.calls
-    for name, component in known.components.items():
-        if name in calls:
-            report(name)
-            work.component(component, calls[name])
-    work.by_conventions()
-    strange = sorted(calls.keys() - known.components.keys())
-    return work.result(strange)
+    """Judge a run against its twin; `reference` is the BF16 model."""
+    work = Localisation.begun(twin, recipe, run, reference, during)
+    with during.elsewhere or nullcontext():
+        work.components()
+        work.by_conventions()
+        return work.result()
 
 
 def fraction_bits_of(run: RecordedRun) -> dict[str, int]:
@@ -144,7 +167,9 @@ class _Answer:
     """The result of one component; `build_discrepancy` builds its discrepancy, if there is one."""
 
     judged: JudgedComponent
-    build_discrepancy: Callable[[], Discrepancy] | None = None
+    build_discrepancy: Callable[[], Discrepancy | None] | None = None
+    edges: list[Edge] | None = None  # inputs that differ; None: there are some, and not in memory
+    sampled: SampledRows | None = None
 
     @cached_property
     def discrepancy(self) -> Discrepancy | None:
@@ -171,15 +196,23 @@ class _Answer:
 
 
 @runtime_checkable
-class Forgetful(Protocol):
-    """An observer that keeps results by component, and can drop them again."""
+class Collector(Protocol):
+    """An observer that keeps results by component, drops them, and takes those of another."""
 
     def forget(self, component: str) -> None:
         """Drop the results of a component that is judged again."""
         ...
 
+    def measured(self, component: str) -> tuple[MeasuredOutput, ...]:
+        """Return the results of a component."""
+        ...
 
-class _Work:
+    def take(self, component: str, measured: Sequence[MeasuredOutput]) -> None:
+        """Take the results of a component that was judged elsewhere."""
+        ...
+
+
+class Localisation:
     """A localisation in progress."""
 
     def __init__(
@@ -187,14 +220,16 @@ class _Work:
         known: TwinComponents,
         checked: FormCheck,
         reference: BoundModel | None,
-        looked: Looked | None,
+        during: During,
     ) -> None:
         run = checked.run
-        self._known, self._run, self._reference, self._looked = known, run, reference, looked
+        self.known, self._run, self._reference, self._during = known, run, reference, during
         self._checked = checked
-        self._judge, self._wires = Judge(known, reference, looked), InputReconstruction(known, run)
+        self._judge = Judge(known, reference, during.looked)
+        self._wires = InputReconstruction(known, run)
         self.calls = by_component(run)
         self._steps = {step.number: step for step in run.steps}
+        self._others: dict[tuple[Any, ...], Localisation] = {}
         self._answers: dict[str, _Answer] = {}
         self._conventions: tuple[ConventionUsed, ...] = ()
         self._edges: list[Edge] = []
@@ -202,20 +237,182 @@ class _Work:
         self._unstable: list[str] = []
         self._notes: list[str] = []
 
-    def component(self, component: Component, calls: Sequence[CapturedCall]) -> None:
-        """Judge all calls of one component, and the inputs that it was given."""
-        if not all(map(_is_stored, calls)):
-            self._notes.append(f"{component.name}: statistics only, so it was not judged")
-        found = self._batches(component)
-        self._answers[component.name] = self.answer(component, found)
-        for batch in found:
-            self._edges_of(batch)
-        if repeats_apart(calls):
-            self._unstable.append(component.name)
+    @classmethod
+    def begun(
+        cls,
+        twin: BoundModel,
+        recipe: Recipe,
+        run: RecordedRun,
+        reference: BoundModel | None,
+        during: During,
+    ) -> Localisation:
+        """Begin the localisation of a run, once its record is sound."""
+        require_sound(run)
+        twin.ranks = ranks_of(run)
+        twin.fraction_bits = fraction_bits_of(run)
+        known = TwinComponents.from_twin(twin, recipe)
+        return cls(known, check_forms(run, known), reference, during)
+
+    def components(self) -> None:
+        """Judge all components that were recorded, and the inputs that they were given."""
+        names = [name for name in self.known.components if name in self.calls]
+        if self._during.screen:
+            answers = self._screened(names)
+        else:
+            answers = self._answered(tasks_of([self.named(name) for name in names], {}))
+        for name in names:  # in the order of the run, whichever was judged first
+            answer, calls = answers[name], self.calls[name]
+            if not all(map(_is_stored, calls)):
+                self._notes.append(f"{name}: statistics only, so it was not judged")
+            self._answers[name] = answer
+            # Those of a component that was judged elsewhere are read once more, for their tensors.
+            found = self._broken_of(name) if answer.edges is None else answer.edges
+            self._edges += found
+            for call in filter(_is_stored, calls):
+                for each in call.changed:
+                    source = source_of(self.named(name), each)
+                    if source is not None:
+                        self._written.setdefault((call.step, source), call)
+            if repeats_apart(calls):
+                self._unstable.append(name)
+
+    def _screened(self, names: Sequence[str]) -> dict[str, _Answer]:
+        """Judge sampled rows of each component, then whole components where that is needed."""
+        tasks = tasks_of([self.named(name) for name in names], {})
+        answers = self._answered([replace(task, screened=True) for task in tasks])
+        more = {name for name in names if needs_more(answers[name].judged)}
+        while more:
+            # A linear is judged with the quantisation before it, from which it is compared.
+            more |= {maker_of(self.named(name)) for name in more} & set(names)
+            listed = [self.named(name) for name in names if name in more]
+            answers |= self._answered(tasks_of(listed, {}))
+            more = self._beside_odd(answers)
+        return answers
+
+    def _beside_odd(self, answers: Mapping[str, _Answer]) -> set[str]:
+        """Return sampled components that decide on a convention of one that differs.
+
+        How clearly a convention fits is a matter of distances, which those of a sample are not.
+        """
+        roles = {n: self.named(n).judged_as for n in answers}
+        odd = {roles[n] for n, answer in answers.items() if answer.fit.differs}
+        while True:
+            concerned = [
+                each.roles for each in REGISTRY.values() if each.learned and each.roles & odd
+            ]
+            known, odd = odd, odd.union(*concerned)
+            if known == odd:
+                return {n for n, a in answers.items() if a.sampled is not None and roles[n] in odd}
+
+    def told(self, task: JudgingTask) -> TaskAnswer:
+        """Judge a task, and return what was found as plain numbers."""
+        looked, work = self._during.looked, self.of_task(task)
+        try:
+            return work.as_numbers(work.judged_here(task))
+        finally:
+            if isinstance(looked, Collector):
+                for name in task.names:
+                    looked.forget(name)
+
+    def _answered(self, tasks: Sequence[JudgingTask]) -> dict[str, _Answer]:
+        """Return what was found in the components of tasks, judged here or elsewhere."""
+        made: dict[str, _Answer] = {}
+        elsewhere = self._during.elsewhere
+        if elsewhere is None:
+            for task in tasks:
+                made |= self.of_task(task).judged_here(task)
+            return made
+
+        def here(task: JudgingTask) -> TaskAnswer:
+            work = self.of_task(task)
+            found = work.judged_here(task)
+            made.update(found)
+            return work.as_numbers(found)
+
+        for task, told in elsewhere.each(tasks, here):
+            for each in told.components:
+                if each.name not in made:
+                    made[each.name] = self.of_task(task).taken(each, task)
+        return made
+
+    def of_task(self, task: JudgingTask) -> Localisation:
+        """Return the localisation by the conventions of a task."""
+        if not task.values and not task.screened:
+            return self
+        key = (*task.values, task.briefly, task.screened)
+        if key not in self._others:
+            by_values = dict(task.values)
+            if task.briefly or task.screened:
+                self._others[key] = self._by(by_values, None, During(self._during.report))
+            else:
+                self._others[key] = self._by(by_values, self._reference, self._during)
+        return self._others[key]
+
+    def judged_here(self, task: JudgingTask) -> dict[str, _Answer]:
+        """Judge the components of a task in this process."""
+        made = {}
+        for name in task.names:
+            if not task.values:
+                self._during.report(name)
+            component = self.named(name)
+            found = self._batches(component)
+            if task.screened:
+                answer = self._looked_into(component, found)
+            else:
+                answer = self.answer(component, found, briefly=task.briefly)
+            edges: list[Edge] = (
+                [] if task.values else [e for batch in found for e in self._broken_in(batch)]
+            )
+            made[name] = replace(answer, edges=edges)
+        return made
+
+    def _looked_into(self, component: Component, found: Sequence[Batch]) -> _Answer:
+        """Judge sampled rows; a component whose memory is of unknown content is judged whole."""
+        if lacks_producers(component, self.calls):
+            return self.answer(component, found)
+        replays, sampled = screened(self.known, component, found)
+        judged = self._judge.replays(component, replays)
+        for batch in found:  # of all rows
+            odd = non_finite_of(Replay(batch))
+            judged.non_finite = earlier_of(judged.non_finite, odd)
+        build = (lambda: None) if judged.differs else None  # it will be judged whole
+        return _Answer(judged, build, sampled=None if sampled.looked == sampled.rows else sampled)
+
+    def as_numbers(self, found: Mapping[str, _Answer]) -> TaskAnswer:
+        """Return what was found without the tensors."""
+        looked = self._during.looked
+        return TaskAnswer(
+            tuple(
+                ComponentAnswer(
+                    name,
+                    tuple(map(RowNumbers.of, answer.judged.rows.values())),
+                    answer.build_discrepancy is not None,
+                    len(answer.edges or ()),
+                    answer.judged.non_finite,
+                    looked.measured(name) if isinstance(looked, Collector) else (),
+                    answer.sampled,
+                )
+                for name, answer in found.items()
+            )
+        )
+
+    def taken(self, told: ComponentAnswer, task: JudgingTask) -> _Answer:
+        """Take what was found elsewhere; a discrepancy is built from the tensors, once needed."""
+        if not task.values:
+            self._during.report(told.name)
+        if isinstance(self._during.looked, Collector) and not task.briefly:
+            self._during.looked.take(told.name, told.looks)
+        edges: list[Edge] | None = None if told.edges else []
+        judged = told.judged(self.named(told.name))
+        if not told.differs:
+            return _Answer(judged, edges=edges, sampled=told.sampled)
+        # Bind it now: learned conventions replace self.known.
+        again = Localisation(self.known, self._checked, self._reference, During())
+        return _Answer(judged, lambda: again.judged_here(task)[told.name].discrepancy, edges)
 
     def named(self, name: str) -> Component:
         """Return a component of the twin; a convention may leave its input as it is."""
-        return self._known.components[name]
+        return self.known.components[name]
 
     def answer(
         self, component: Component, found: Sequence[Batch], *, briefly: bool = False
@@ -227,7 +424,7 @@ class _Work:
         if judged_component.differs:
             return _Answer(
                 judged_component,
-                partial(discrepancy_of_outputs, self._known, judged_component, self._steps),
+                partial(discrepancy_of_outputs, self.known, judged_component, self._steps),
             )
         return self._as_one_prefill(judged_component, found) if alone else _Answer(judged_component)
 
@@ -238,7 +435,7 @@ class _Work:
     def _as_one_prefill(self, judged_component: JudgedComponent, found: Sequence[Batch]) -> _Answer:
         """Judge all calls of a sequence as one, where the content of its memory is unknown."""
         component = judged_component.component
-        whole = Judge(self._known).component(
+        whole = Judge(self.known).component(
             component, list(joined_prefill(component, found, self._steps))
         )
         for name, row in whole.rows.items():
@@ -247,7 +444,7 @@ class _Work:
                 judged_component.rows[name] = row
         if not whole.differs:
             return _Answer(judged_component)
-        known = self._known  # bind it now: learned conventions replace self._known
+        known = self.known  # bind it now: learned conventions replace self.known
         return _Answer(
             judged_component,
             lambda: discrepancy_from_prefill(discrepancy_of_outputs(known, whole, self._steps)),
@@ -255,44 +452,47 @@ class _Work:
 
     def by_conventions(self) -> None:
         """Learn the run's conventions, and judge the components that they concern again."""
-        others: dict[tuple[Any, ...], _Work] = {}
         answers = self._answers
+
+        known: dict[tuple[Any, ...], dict[str, ConventionFit]] = {}
+
+        def announce(names: Sequence[str], values: Mapping[str, Any]) -> None:
+            fits = known.setdefault(tuple(sorted(values.items())), {})
+            new = [self.named(name) for name in names if name not in fits]
+            found = self._answered(tasks_of(new, values, briefly=True))
+            fits.update((name, answer.fit) for name, answer in found.items())
 
         def fit(name: str, values: Mapping[str, Any]) -> ConventionFit:
             if not values:
                 return answers[name].fit
-            work = others.get(key := tuple(sorted(values.items())))
-            if work is None:
-                work = others[key] = self._by(values)
-            component = work.named(name)
-            return work.answer(component, self._batches(component), briefly=True).fit
+            announce([name], values)
+            return known[tuple(sorted(values.items()))][name]
 
-        twin = self._known.twin
+        twin = self.known.twin
         evidence = ConventionEvidence(
             {name: answer.judged.component.judged_as for name, answer in answers.items()},
             fit,
             assumed_conventions(twin.numerics, twin.config.family),
             frozenset(n for n in answers if not all(map(_is_stored, self.calls[n]))),
+            announce,
         )
         declared = {**conventions_in(self._run.facts), **twin.declared}
         self._conventions = conventions_used(declared, evidence)
         learned = {e.name: e.value for e in self._conventions if e.source == LEARNED}
         if learned:
-            self._judge_again(self._by(learned, self._reference, self._looked), learned)
+            self._judge_again(learned)
 
     def _by(
         self,
         values: Mapping[str, Any],
         reference: BoundModel | None = None,
-        looked: Looked | None = None,
-    ) -> _Work:
+        during: During = During(),
+    ) -> Localisation:
         """Return the same work for a twin with other conventions."""
-        known = TwinComponents.from_twin(
-            self._known.twin.with_switches(**values), self._known.recipe
-        )
-        return _Work(known, self._checked, reference, looked)
+        known = TwinComponents.from_twin(self.known.twin.with_switches(**values), self.known.recipe)
+        return Localisation(known, self._checked, reference, during)
 
-    def _judge_again(self, work: _Work, learned: Iterable[str]) -> None:
+    def _judge_again(self, learned: Mapping[str, Any]) -> None:
         """Judge again what learned conventions concern, and the quantisations before it."""
         roles = frozenset().union(*(REGISTRY[name].roles for name in learned))
         concerned = [
@@ -301,32 +501,36 @@ class _Work:
             if e.judged.component.judged_as in roles
         ]
         names = {name for each in concerned for name in (each.name, maker_of(each))}
-        for name in tuple(self._answers):
-            if name in names:
-                if isinstance(self._looked, Forgetful):
-                    self._looked.forget(name)
-                component = work.named(name)
-                self._answers[name] = work.answer(component, self._batches(component))
-        self._known = work._known
+        again = [name for name in self._answers if name in names]
+        if isinstance(self._during.looked, Collector):
+            for name in again:
+                self._during.looked.forget(name)
+        stated = tuple(sorted(learned.items()))
+        work = self.of_task(JudgingTask((), stated))
+        answers = self._answered(tasks_of([work.named(name) for name in again], learned))
+        for name in again:
+            self._answers[name] = answers[name]
+        self.known = work.known
 
-    def _edges_of(self, batch: Batch) -> None:
+    def _broken_of(self, name: str) -> list[Edge]:
+        batched = self._batches(self.named(name))
+        return [edge for batch in batched for edge in self._broken_in(batch)]
+
+    def _broken_in(self, batch: Batch) -> Iterator[Edge]:
         for at, call in enumerate(batch.calls):
             inputs = {name: batch.part(at, tensor) for name, tensor in batch.inputs.items()}
-            self._edges += self._wires.broken(call, inputs)
-            for name in call.changed:
-                source = source_of(batch.component, name)
-                if source is not None:
-                    self._written.setdefault((call.step, source), call)
+            yield from self._wires.broken(call, inputs)
 
-    def result(self, strange: Sequence[str]) -> Localised:
+    def result(self) -> Localised:
         """Assemble the result."""
+        strange = sorted(self.calls.keys() - self.known.components.keys())
         discrepancies = [
             answer.discrepancy
             for answer in self._answers.values()
             if answer.discrepancy is not None
         ]
-        discrepancies += self._checked.discrepancies(self._known)
-        discrepancies += [*self._broken_edges(), *missing_calls(self._known, self._checked.whole)]
+        discrepancies += self._checked.discrepancies(self.known)
+        discrepancies += [*self._broken_edges(), *missing_calls(self.known, self._checked.whole)]
         judged = [answer.judged for answer in self._answers.values()]
         rows = tuple(row for judged_component in judged for row in judged_component.rows.values())
         open_rows = [(row.component.name, row.undecided or row.partly) for row in rows]
@@ -349,12 +553,16 @@ class _Work:
             tuple(dict(unjudged).items()),
             tuple(self._notes),
             self._conventions,
-            self._known.twin,
+            self.known.twin,
             self._run,
+            self._sampled() if self._during.screen else None,
         )
 
+    def _sampled(self) -> dict[str, SampledRows]:
+        return {n: a.sampled for n, a in self._answers.items() if a.sampled is not None}
+
     def _place(self, discrepancy: Discrepancy) -> int:
-        order = list(self._known.components)
+        order = list(self.known.components)
         return order.index(discrepancy.component) if discrepancy.component in order else len(order)
 
     def _verdict(self, rows: Sequence[OutputRow], discrepancies: Sequence[Discrepancy]) -> Verdict:
@@ -410,11 +618,11 @@ class _Work:
         # Several consumers with one wrong value: attribute it to the producer.
         if len(consumers) > 1 and best.source is not None:
             blamed = best.source.component
-        onset = _onset_of_edge(self._known, best)
+        onset = _onset_of_edge(self.known, best)
         return Discrepancy(
             DiscrepancyKind.EDGE,
             blamed,
-            ComponentContext(self._known.twin, component, self._known.recipe),
+            ComponentContext(self.known.twin, component, self.known.recipe),
             Site(component.name, Port.IN, best.name),
             _words(best, consumers, onset),
             self._sight(best),
@@ -425,7 +633,7 @@ class _Work:
 
     def _changed(self, writer: str, edges: list[Edge]) -> Discrepancy:
         first = min(edges, key=lambda edge: edge.call.number)
-        component = self._known.components[writer]
+        component = self.known.components[writer]
         call = self._written[(first.call.step, first.source)]  # type: ignore[index]
         readers = sorted({edge.component.name for edge in edges})
         name = next(n for n in call.changed if source_of(component, n) == first.source)
@@ -435,7 +643,7 @@ class _Work:
         return Discrepancy(
             DiscrepancyKind.CHANGED,
             writer,
-            ComponentContext(self._known.twin, component, self._known.recipe),
+            ComponentContext(self.known.twin, component, self.known.recipe),
             Site(writer, Port.IN, name),
             sentence,
             where={"input": name},
@@ -453,7 +661,7 @@ class _Work:
                 same = tensor.numel() == like.numel()
                 implied[name] = (tensor.reshape(like.shape) if same else tensor).to(like.dtype)
         try:
-            expected = self._known.expected(edge.component, inputs)
+            expected = self.known.expected(edge.component, inputs)
         except CANNOT_RUN:
             expected = {}
         sides = (inputs, self._run.outputs(call), expected, implied)
@@ -462,10 +670,10 @@ class _Work:
 
     def _elsewhere(self, call: CapturedCall) -> dict[int, Mapping[str, Tensor]]:
         """Return the implied inputs of the same component in other layers, in the same step."""
-        own = self._known.components[call.component]
+        own = self.known.components[call.component]
         found: dict[int, Mapping[str, Tensor]] = {}
         for captured_call in self._run.calls:
-            other = self._known.components.get(captured_call.component)
+            other = self.known.components.get(captured_call.component)
             if captured_call.step != call.step or other is None or other.layer in (None, own.layer):
                 continue
             if other.role == own.role and other.layer is not None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,34 @@ def test_a_killed_worker_is_named_with_its_task() -> None:
         list(run_each(dies_at_three, range(6), 2, "number {}".format))
     with pytest.raises(WorkerLost, match="3 = 'ended with status 7'"):
         list(run_each(exits_at_three, range(6), 2))
+
+
+def dies_twice_at_three(folder: Path, number: int) -> int:
+    if number == 3 and len(list(folder.iterdir())) < 2:
+        (folder / str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def has_lost_its_gpu(place: str, number: int) -> str:
+    if place == "bad":
+        raise WorkerLost("GPU", place, "one that answers", "Leave it out.")
+    return f"{place} {number}"
+
+
+def test_a_worker_that_dies_is_replaced_and_its_task_runs_again(tmp_path: Path) -> None:
+    work = partial(dies_twice_at_three, tmp_path)
+    assert dict(run_each(work, range(5), 2, again=2)) == {n: n for n in range(5)}
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(WorkerLost, match="for 3 = 'killed by SIGKILL, 3 times'"):
+        list(run_each(dies_at_three, range(5), 2, again=2))
+
+
+def test_whoever_takes_over_for_a_lost_worker_gets_the_next_place() -> None:
+    found = dict(run_each(has_lost_its_gpu, range(4), 2, again=1, places=("bad", "good")))
+    assert found == {n: f"good {n}" for n in range(4)}
+    with pytest.raises(WorkerLost, match="GPU = 'bad'"):
+        list(run_each(has_lost_its_gpu, range(4), 2, again=1, places=("bad",)))
 
 
 def test_the_others_are_ended_at_once(tmp_path: Path) -> None:
@@ -225,7 +254,8 @@ def test_whoever_stands_in_place_of_a_number_does_the_work() -> None:
     class Somebody:
         description = "somebody"
 
-        def run_each(self, work: Any, tasks: Any, name: Any) -> Any:
+        def run_each(self, work: Any, tasks: Any, name: Any, again: int = 0) -> Any:
+            assert again == 0
             for task in reversed(list(tasks)):
                 yield task, (name(task), work(task))
 

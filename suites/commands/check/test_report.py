@@ -23,7 +23,7 @@ from degarble.harness.commands.check.report import (
 )
 from degarble.harness.commands.report_folder import write_page
 from degarble.harness.engine.budget.budget import Budget, OutputResult, judge
-from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.localise import During, localise
 from degarble.harness.engine.localise.replay import Batch, Replay
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.model.components import component_named
@@ -311,7 +311,7 @@ def test_a_capture_of_version_1_still_renders(tmp_path: Path) -> None:
     twin = whole_story().model.twin
     collector = StatisticsCollector(twin.config)
     recipe = recipe_named("bf16", twin.config)
-    found = localise(twin, recipe, capture, None, lambda _name: None, collector)
+    found = localise(twin, recipe, capture, None, During(looked=collector))
     record = replay_record(found, (), collector, page_sentence(found, ()))
     page = check_page(SUBJECT, PROVENANCE, record, ())
     path = write_check_page(tmp_path / "report", page, record)

@@ -31,7 +31,7 @@ from degarble.harness.engine.compare.compare import NamedPlaces
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.fused_operations import epsilon_variant
 from degarble.harness.engine.faults.model_faults import unrounded, with_facts
-from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.localise import During, localise
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.formats.number_formats import BF16, E4M3, FP32, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
@@ -499,7 +499,7 @@ def test_a_healthy_model_takes_little_of_it() -> None:
         for output in outputs.values():
             shares.extend(f.ratio for f in output.findings if f.level.startswith("steps"))
 
-    found = localise(stage.twin, stage.model.recipe, stage.healthy, looked=looked)
+    found = localise(stage.twin, stage.model.recipe, stage.healthy, during=During(looked=looked))
     assert found.verdict is Verdict.AGREES
     assert shares
     assert max(shares) <= HEADROOM / 3

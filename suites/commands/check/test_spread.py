@@ -1,0 +1,158 @@
+"""`degarble check` over processes, GPUs and machines, and after a kill: one verdict."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import MissingDevice, WorkerLost
+from degarble.harness.capture.capture import CaptureSettings
+from degarble.harness.capture.options import CaptureFilter
+from degarble.harness.checkpoint.write import finished_parts
+from degarble.harness.checkpoint.write.disk import DISK
+from degarble.harness.commands.check import spread
+from degarble.harness.commands.check.check import CheckRun, CheckSettings
+from degarble.harness.engine.localise.answers import JudgingTask
+from degarble.harness.engine.localise.localise import Localisation
+from degarble.harness.inference import devices
+from degarble.suites.checkpoint.write.test_finished_parts import Killed, KilledDisk
+from degarble.suites.commands.calls import call
+from degarble.suites.commands.check.test_check import NAME, captured
+from degarble.suites.commands.cluster_cases import played_cluster
+from degarble.suites.serve.talking_cases import write_speaker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from degarble.suites.commands.calls import Result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a capture of one layer of a run with one fault."""
+    made = tmp_path_factory.mktemp("spread")
+    settings = CaptureSettings(CaptureFilter.from_options("1", None, None))
+    captured(write_speaker(made / "model", "v4"), made / "capture", NAME, settings)
+    return made
+
+
+@pytest.fixture
+def check(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
+    def run(*more: object) -> Result:
+        place = ("--json", tmp_path / "found.json")
+        known = (folder / "capture", "--reference", folder / "model")
+        return call(capsys, "check", *known, *more, *place)
+
+    return run
+
+
+def document(tmp_path: Path) -> str:
+    assert [each.name for each in tmp_path.iterdir() if "unfinished" in each.name] == []
+    return (tmp_path / "found.json").read_text()
+
+
+def test_one_process_or_two_on_gpus_of_their_own_or_a_cluster_say_the_same(
+    check: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check("--workers", "1").status == 1
+    alone = document(tmp_path)
+    assert [each["component"] for each in json.loads(alone)["origins"]] == ["attn.q_norm"]
+    asked = played_cluster(monkeypatch)
+    assert check("--cluster", "ray").status == 1
+    assert document(tmp_path) == alone
+    assert len(asked) > 20
+    monkeypatch.setattr(devices, "gpus", lambda: ("cpu:0", "cpu:1"))
+    assert check("--device", "cuda:all").status == 1  # two processes
+    assert document(tmp_path) == alone
+
+
+def test_a_killed_check_goes_on_and_says_the_same(
+    check: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    disk, judged = KilledDisk(1 << 30), []
+    here = Localisation.judged_here
+
+    def counted(self: Localisation, task: JudgingTask) -> Any:
+        judged.append(task)
+        return here(self, task)
+
+    monkeypatch.setattr(Localisation, "judged_here", counted)
+    monkeypatch.setattr(finished_parts, "DISK", disk)
+    check()
+    alone, used, every = document(tmp_path), (1 << 30) - disk.last, len(judged)
+    moments = random.Random(seed).sample(range(used), 3)
+    for moment in moments:
+        judged.clear()
+        (tmp_path / "found.json").unlink()
+        monkeypatch.setattr(finished_parts, "DISK", KilledDisk(moment))
+        with pytest.raises(Killed):
+            check()
+        assert not (tmp_path / "found.json").exists() or moment > used // 2
+        monkeypatch.setattr(finished_parts, "DISK", DISK)
+        check()
+        assert document(tmp_path) == alone
+        # Twice: the one that was judged when it was killed, and the origin for its tensors.
+        assert len(judged) <= every + 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--workers", "0"), "--workers = 0"),
+        (("--device", "cuda"), "an NVIDIA GPU that torch can use"),
+        (("--device", "gpu"), "cuda:all"),
+        (("--device", "cpu:1"), "cuda:all"),
+        (("--device", "cuda:1,x"), "cuda:all"),
+        (("--cluster", "dask"), "--cluster"),
+    ],
+)
+def test_who_cannot_judge_is_refused(
+    words: tuple[str, ...], said: str, check: Callable[..., Result]
+) -> None:
+    done = check(*words)
+    assert done.status == 2
+    assert said in done.err
+
+
+def test_more_gpus_than_there_are_and_gpus_of_a_cluster_are_refused(
+    check: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: ("cuda:0", "cuda:1"))
+    assert devices.devices_of("--device", "cuda:1,0,1") == ("cuda:1", "cuda:0")
+    done = check("--device", "cuda:0,2")
+    assert done.status == 2
+    assert "cuda:2" in done.err
+    assert "cuda:0, cuda:1" in done.err
+    done = check("--device", "cuda:all", "--cluster", "ray")
+    assert done.status == 2
+    assert "one of them" in done.err
+
+
+def test_a_gpu_that_fails_is_named_and_is_no_finding(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nmore")
+
+    settings = CheckSettings(folder / "capture", folder / "model", device="cpu:0")
+    with CheckRun(settings) as run:
+        run.twin.calls[NAME].wrapped = fails  # type: ignore[attr-defined]
+        with pytest.raises(MissingDevice, match="cpu:0: CUDA error: uncorrectable ECC error"):
+            run.judge()
+
+    class Failing:
+        def told(self, _task: JudgingTask) -> Any:
+            raise devices.GpuLost("CUDA error")
+
+    kept = {("key", "cuda:1"): (ExitStack(), Failing())}
+    monkeypatch.setattr(spread, "_KEPT", kept)
+    with pytest.raises(WorkerLost, match="GPU of the worker for a = 'cuda:1: CUDA error'"):
+        spread._judged("key", settings, False, "cuda:1", JudgingTask(("a",)))
