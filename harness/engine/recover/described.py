@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.base.errors import DegarbleError
+from degarble.harness.base.errors import CANNOT_RUN, DegarbleError
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.trial import calls_in, distance, explained, is_by_row, make
@@ -27,7 +27,8 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
-from degarble.harness.engine.recover.differences import rules_of
+from degarble.harness.engine.recover.choices import other_choices, other_numbers_given
+from degarble.harness.engine.recover.differences import rows_rolled, rules_of
 from degarble.harness.engine.recover.edits import edits_of, input_by, least
 from degarble.harness.engine.recover.maps import (
     Sides,
@@ -37,8 +38,9 @@ from degarble.harness.engine.recover.maps import (
     simplest,
 )
 from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
-from degarble.harness.engine.recover.quantisers import quantiser_edits
+from degarble.harness.engine.recover.quantisers import decoded_input, quantiser_edits
 from degarble.harness.engine.recover.responses import recovered_input, seen_rows
+from degarble.harness.engine.recover.vectors import used_vectors
 from degarble.harness.engine.recover.weights import (
     CopiedRow,
     Element,
@@ -103,6 +105,9 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
         or _by_inputs(context, calls)
         or _by_operands(context, calls)
         or _by_edits(context, calls)
+        or _by_vectors(context, calls)
+        or _by_codes(context, calls)
+        or _by_whole_numbers(context, calls)
     )
     return None if found is None else replace(found, context=context)
 
@@ -113,9 +118,9 @@ def _predicts(
     """Return the worst proof of all calls; None where one is not within its budget."""
     worst: VariantFit | None = None
     for record in calls:
-        fit = explained(context, record, variant)
+        fit = _explained(context, record, variant)
         if fit is None and len(record.rows) > 1:  # what depends on places holds call by call
-            alone = [explained(context, call, variant) for call in calls_in(record)]
+            alone = [_explained(context, call, variant) for call in calls_in(record)]
             known = [each for each in alone if each is not None]
             fit = max(known, key=lambda each: each.ratio) if len(known) == len(alone) else None
         if fit is None:
@@ -123,6 +128,15 @@ def _predicts(
         if worst is None or fit.ratio > worst.ratio:
             worst = fit
     return worst
+
+
+def _explained(
+    context: ComponentContext, record: CallRecord, variant: FaultVariant
+) -> VariantFit | None:
+    try:
+        return explained(context, record, variant)
+    except CANNOT_RUN:
+        return None  # what it makes of this call cannot be judged: places that are not there
 
 
 # ---- weights as they were used -------------------------------------------------------------------
@@ -430,6 +444,7 @@ def _by_extents(sides: Sides, like: Tensor) -> Iterator[tuple[int, Rule]]:
         own = replace(sides, seen=seen, right=right, allowed=allowed)
         for rule in islice(rules_of(own), MOST_RULES):
             yield wide, rule
+    yield from ((wide, rule) for rule in rows_rolled(own))
 
 
 def in_rows(of: Callable[[Tensor], Tensor], wide: int, right: Tensor) -> Tensor:
@@ -444,12 +459,13 @@ def _proved(
     calls: Sequence[CallRecord],
     rule: Rule,
     made: Callable[[Rule], FaultVariant],
+    nearly: float = NEARLY,
 ) -> tuple[Rule, FaultVariant, VariantFit] | None:
     """Prove a rule; if it has a number, with the one that leaves least as well."""
     variant = made(rule)
     fit = _predicts(context, calls, variant)
     if fit is None and rule.again is not None:
-        rule = _refined(context, calls[0], rule, made)
+        rule = _refined(context, calls[0], rule, made, nearly)
         variant = made(rule)
         fit = _predicts(context, calls, variant)
     return None if fit is None else (rule, variant, fit)
@@ -460,6 +476,7 @@ def _refined(
     record: CallRecord,
     rule: Rule,
     made: Callable[[Rule], FaultVariant],
+    nearly: float = NEARLY,
 ) -> Rule:
     """Return a rule with the number that leaves least of the difference."""
     again, seen = rule.again, record.outputs
@@ -469,7 +486,7 @@ def _refined(
         outputs = make(context, record, made(again(value)))
         return 2.0 if outputs is None else distance(seen, outputs.outputs)
 
-    if left(rule.value) > NEARLY * distance(seen, record.expected):
+    if left(rule.value) > nearly * distance(seen, record.expected):
         return rule
     span = NEARLY * abs(rule.value)
     value = least(left, rule.value - span, rule.value + span)
@@ -539,6 +556,40 @@ def _by_inputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Descri
     return None
 
 
+def _by_vectors(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    sides = [each for each in _sides(context, calls[0]) if each.loose]
+    for found in used_vectors(context, calls[0], sides):
+        proved = _proved(context, calls, found.rule, found.made)
+        if proved is not None:
+            own, variant, fit = proved
+            sentence = f"The outputs follow if {variant.words}."
+            return Described(sentence, _COMPONENT, own.table[:SHOWN], variant, fit)
+    return None
+
+
+def _by_codes(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    found = decoded_input(context, calls[0])
+    if found is None:
+        return None
+    for wide, rule in _by_extents(found, calls[0].inputs[found.output]):
+        made = partial(_ruled_input, found.output, wide)
+        proved = _proved(context, calls, rule, made, nearly=1.0)  # codes are coarse
+        if proved is not None:
+            own, variant, fit = proved
+            sentence = f"The outputs follow if {variant.words}."
+            return Described(sentence, _QUANTISER, own.table[:SHOWN], variant, fit)
+    return None
+
+
+def _by_whole_numbers(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    for variant in (*other_choices(calls[0]), *other_numbers_given(context, calls[0])):
+        fit = _predicts(context, calls, variant)
+        if fit is not None:
+            sentence = f"The outputs follow if {variant.words}."
+            return Described(sentence, _COMPONENT, (), variant, fit)
+    return None
+
+
 _READING = "Look at how the kernel reads this input: offsets, tiles, casts, what was fused into it."
 
 
@@ -563,7 +614,12 @@ def _sides(context: ComponentContext, record: CallRecord) -> Iterator[Sides]:
         if seen is not None and seen.shape == right.shape and _is_coded(right):
             one, other = as_matrix(seen), as_matrix(right)
             yield Sides(name, one, other, torch.zeros_like(other), 0.0)
-        if seen is None or budget is None or not is_comparable(seen, right):
+        if seen is None or not is_comparable(seen, right):
+            continue
+        if budget is None:  # scales that are handed on
+            one, other = as_matrix(seen), as_matrix(right)
+            size = torch.maximum(one.abs(), other.abs())
+            yield Sides(name, one, other, size * torch.finfo(right.dtype).eps * 2)
             continue
         slack = as_matrix(budget.slack.double().expand(right.shape))
         one, other = as_matrix(seen), as_matrix(right)

@@ -36,6 +36,7 @@ NARROW = 3  # numbers of a line, at least, that have to match another line
 _PARTS = (16, 8, 4, 3, 2)  # of what is allowed: numbers are mostly half a spacing off
 _ROUNDING = 2.0**-7
 _TINY = 1e-300
+_ROLLS = (1, -1, 2, -2)  # rows
 
 
 class Rule(NamedTuple):
@@ -175,6 +176,7 @@ def _of_numbers(sides: Sides, wrong: Tensor) -> Iterator[_Change]:
     """Yield what may have been done to the wrong numbers, those with one constant first."""
     seen, right, allowed = sides.seen[wrong], sides.right[wrong], sides.allowed[wrong]
     if not sides.loose:  # codes and choices are no numbers
+        yield from _flipped(seen.long(), right.long())
         yield from _exchanged(seen, right)
         return
     ones = torch.ones_like(right)
@@ -225,6 +227,31 @@ def _fitted(made: Tensor, allowed: Tensor, unit: Tensor, stored: Tensor) -> floa
     return simplest(float((mean * weigh).sum()) / total, total**-0.5 / 6)
 
 
+def _flipped(seen: Tensor, right: Tensor) -> Iterator[_Change]:
+    """Yield bits that are turned in every code."""
+    bits = int((seen ^ right)[0])
+    if bool(((seen ^ right) == bits).all()):
+        yield _Change(f"have bits {bits:#04x} turned", partial(bits_turned, bits))
+
+
+def bits_turned(bits: int, right: Tensor) -> Tensor:
+    """Return codes with some bits turned."""
+    return (right.long() ^ bits).to(right.dtype)
+
+
+def rows_rolled(sides: Sides) -> Iterator[Rule]:
+    """Yield rows of a call that hold the numbers of others, a few rows away."""
+    for by in _ROLLS:
+        if len(sides.seen) > abs(by) + 1:
+            given = sides.equal(sides.seen, sides.right.roll(by, 0), sides.allowed)
+            if not _many(~given, given | True):
+                far = f"{abs(by)} rows " if abs(by) > 1 else ""
+                side = "before" if by > 0 else "after"
+                where = f"the row {far}{side} it, around the end"
+                words = f"each row of a call holds the numbers of {where}"
+                yield Rule(words, partial(torch.roll, shifts=by, dims=0))
+
+
 def _exchanged(seen: Tensor, right: Tensor) -> Iterator[_Change]:
     """Yield other numbers for a few: of codes and choices."""
     read: dict[float, float] = {}
@@ -234,10 +261,11 @@ def _exchanged(seen: Tensor, right: Tensor) -> Iterator[_Change]:
             return
         read[value] = used[0]
     words = " and ".join(f"{old:g} is {new:g}" for old, new in read.items())
-    yield _Change(words, partial(_by_value, read), whole=True)
+    yield _Change(words, partial(by_value, read), whole=True)
 
 
-def _by_value(read: Mapping[float, float], right: Tensor) -> Tensor:
+def by_value(read: Mapping[int, int] | Mapping[float, float], right: Tensor) -> Tensor:
+    """Return numbers of which some stand for others."""
     made = right.clone()
     for old, new in read.items():
         made[right == old] = new

@@ -24,7 +24,7 @@ from degarble.harness.engine.faults.model_faults import (
     with_facts,
     with_outputs,
 )
-from degarble.harness.engine.recover.maps import simplest
+from degarble.harness.engine.recover.maps import Sides, simplest
 from degarble.harness.engine.recover.numbers import functions, grids, places, readings
 from degarble.harness.formats.codec import (
     decode_array,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 ALIKE = 0.98  # of codes, and of block scales
 MOST_PROVED = 6
+_BORDER = 1.1  # of half a step: block scales are rounded as well
 _TINY = 1e-300
 
 
@@ -121,6 +122,34 @@ def quantiser_edits(context: ComponentContext, record: CallRecord) -> list[Fault
         if len(found) == MOST_PROVED:
             break
     return found
+
+
+def decoded_input(context: ComponentContext, record: CallRecord) -> Sides | None:
+    """Return a quantiser's input as its codes hold it, within what rounding to codes may change."""
+    seen, x = record.outputs, record.inputs.get(X)
+    if CODES not in record.expected or seen.get(CODES) is None or not has_facts(context):
+        return None
+    if x is None or any(seen[n].shape != record.expected[n].shape for n in seen):
+        return None
+    held = _quantised(context, record.inputs, {**record.expected, **seen})
+    if (
+        held is None
+        or x.shape[-1] != held.codes.shape[1]
+        or len(held.factor) not in {1, len(held.codes)}
+    ):
+        return None
+    table = decode_array(torch.arange(held.form.element.code_count), held.form.element).double()
+    finite = table[table.isfinite()].unique()
+    gaps = finite.diff()
+    around = torch.maximum(
+        torch.cat([gaps, gaps[-1:]]), torch.cat([gaps[:1], gaps])
+    )  # fmt: skip
+    elements = table[held.codes.long()]
+    steps = held.numbers_of(held.scales).repeat_interleave(held.width, 1) * held.factor
+    allowed = around[torch.searchsorted(finite, elements.nan_to_num(0, 0, 0))] / 2 * steps
+    sides = (elements * steps, held.values, allowed * _BORDER)
+    used, right, allowed = (side[:: held.slots] for side in sides)
+    return Sides(X, used, right, allowed)
 
 
 def _unlike(made: Tensor, seen: Tensor, right: Tensor) -> float:

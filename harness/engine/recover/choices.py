@@ -1,0 +1,147 @@
+"""Recover which whole numbers were used or chosen instead: experts, entries, tokens, positions."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.diagnose.trial import distance, is_by_row, make, rows_of
+from degarble.harness.engine.faults.model_faults import FaultVariant, with_inputs, with_outputs
+from degarble.harness.engine.recover.differences import by_value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
+
+    Tensors = Mapping[str, Tensor]
+
+MOST_READ = 4  # numbers that became others
+MOST_STRUCK = 6  # values among which the changed one is looked for
+MOST_VALUES = 1 << 10  # that a number may have become
+MOST_TRIED = 24  # rows of a trial
+FEWEST = 2  # rows that show each change
+_LEFT = 1e-3  # of the difference
+_ROLLS = (1, -1, 2, -2)
+
+
+# ---- chosen --------------------------------------------------------------------------------------
+
+
+def other_choices(record: CallRecord) -> Iterator[FaultVariant]:
+    """Yield numbers that stand for others wherever they are chosen, in any order of a row."""
+    for name, right in record.expected.items():
+        seen = record.outputs.get(name)
+        if right.is_floating_point() or right.ndim != 2 or right.dtype is torch.uint8:
+            continue
+        read = {} if seen is None or seen.shape != right.shape else _read(seen, right)
+        if read:
+            words = " and ".join(f"{old} is {new}" for old, new in sorted(read.items()))
+            what = "" if len(record.expected) == 1 else f" of {name}"
+            change = with_outputs(partial(choices_by, name, read))
+            yield FaultVariant(f"in the choices{what} {words}, wherever it stands", change)
+
+
+def choices_by(name: str, read: Mapping[int, int], _inputs: Tensors, outputs: Tensors) -> Tensors:
+    """Return outputs of which one has other whole numbers."""
+    right = outputs[name]
+    return {**outputs, name: by_value(read, right)}
+
+
+def _read(seen: Tensor, right: Tensor) -> dict[int, int]:
+    """Return which number became which, read off what rows lost and gained; empty if unclear."""
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    for made, own in zip(seen.tolist(), right.tolist(), strict=True):
+        if made == own:
+            continue
+        lost, gained = Counter(own) - Counter(made), Counter(made) - Counter(own)
+        if len(lost) == len(gained) == 1:
+            votes[next(iter(lost))][next(iter(gained))] += 1
+    read = {old: new.most_common(1)[0][0] for old, new in votes.items()}
+    if len(read) > MOST_READ or sum(map(Counter.total, votes.values())) < FEWEST:
+        return {}
+    return read
+
+
+# ---- given ---------------------------------------------------------------------------------------
+
+
+def other_numbers_given(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    """Yield whole numbers of an input that stood for others, or for those of the row before."""
+    if not is_by_row(context, record):
+        return
+    for name, given in record.inputs.items():
+        if given.is_floating_point() or given.dtype is torch.uint8 or not given.ndim:
+            continue
+        for by in _ROLLS:
+            side = "before" if by > 0 else "after"
+            yield FaultVariant(
+                f"each row has the {name} of the row {abs(by)} {side} it in its call, around the"
+                " end",
+                with_inputs(partial(rolled, name, by)),
+            )
+        yield from _replaced(context, record, name)
+
+
+def rolled(name: str, by: int, inputs: Tensors) -> Tensors:
+    """Return inputs of which one has its rows moved."""
+    return {**inputs, name: inputs[name].roll(by, 0)}
+
+
+def numbers_by(name: str, read: Mapping[int, int], inputs: Tensors) -> Tensors:
+    """Return inputs of which one has other whole numbers."""
+    return {**inputs, name: by_value(read, inputs[name])}
+
+
+def _replaced(context: ComponentContext, record: CallRecord, name: str) -> Iterator[FaultVariant]:
+    given = record.inputs[name].flatten(1) if record.inputs[name].ndim > 1 else (
+        record.inputs[name][:, None]
+    )  # fmt: skip
+    wrong = _wrong_rows(record)
+    if wrong is None or not bool(wrong.any()):
+        return
+    struck, spared = given[wrong].unique().tolist(), set(given[~wrong].unique().tolist())
+    few = [value for value in struck if value not in spared] or struck
+    values = range(int(given.max()) + 1)
+    if len(few) > MOST_STRUCK or len(values) > MOST_VALUES:
+        return
+    rows = wrong.nonzero().flatten()
+    part = rows_of(record, rows[:: -(-len(rows) // MOST_TRIED)])
+    before = distance(part.outputs, part.expected)
+    pairs = [(a, b, True) for a in few for b in values if a < b or (b not in few and a != b)]
+    pairs += [(a, b, False) for a in few for b in values if a != b]
+    for one, other, both in pairs:
+        read = {one: other, other: one} if both else {one: other}
+        words = f"{one} is {other}" + (f" and {other} is {one}" if both else "")
+        variant = FaultVariant(
+            f"among the numbers of the input {name} {words}, wherever it stands",
+            with_inputs(partial(numbers_by, name, read)),
+        )
+        try:
+            made = make(context, part, variant)
+        except CANNOT_RUN:
+            continue
+        if made is not None and distance(part.outputs, made.outputs) <= _LEFT * before:
+            yield variant
+
+
+def _wrong_rows(record: CallRecord) -> Tensor | None:
+    found = None
+    for name, right in record.expected.items():
+        seen = record.outputs.get(name)
+        if seen is None or seen.shape != right.shape or not right.ndim:
+            return None
+        apart = (seen.double() != right.double()).flatten(1).any(1) if right.ndim > 1 else (
+            seen != right
+        )  # fmt: skip
+        if right.is_floating_point() and right.itemsize > 1:
+            gap = (seen.double() - right.double()).reshape(len(right), -1).norm(dim=1)
+            apart = gap > 2.0**-7 * right.double().reshape(len(right), -1).norm(dim=1)
+        found = apart if found is None else found | apart
+    return found

@@ -1,0 +1,51 @@
+"""Whole numbers that stand for others are told: chosen rows, experts, and rows of a call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.engine.faults.model_faults import FaultVariant, with_inputs, with_outputs
+from degarble.suites.engine.recover.test_described import told
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    Tensors = Mapping[str, Tensor]
+
+
+def replaced(x: Tensor) -> Tensor:
+    return torch.where(x == 1, 3, x)
+
+
+def of_input(name: str) -> FaultVariant:
+    return FaultVariant("replaced", with_inputs(lambda own: {**own, name: replaced(own[name])}))
+
+
+def shuffled(_inputs: Tensors, outputs: Tensors) -> Tensors:
+    """Replace a choice, and return them in another order."""
+    return {**outputs, "out": replaced(outputs["out"]).flip(1)}
+
+
+@pytest.mark.parametrize(("component", "variant", "words"), [
+    ("layers.1.ffn.experts.w13.act_quant", of_input("experts"), "the input experts 1 is 3"),
+    ("embed", of_input("tokens"), "the input tokens 1 is 3"),
+    ("layers.1.attn.indexer.topk", FaultVariant("choices", with_outputs(shuffled)), "1 is 3"),
+])  # fmt: skip
+def test_numbers_that_stand_for_others_are_told(
+    component: str, variant: FaultVariant, words: str
+) -> None:
+    found = told(component, variant)
+    assert found is not None
+    assert words in found.sentence
+
+
+def test_the_row_before_is_told() -> None:
+    late = FaultVariant("late", with_outputs(lambda _, made: {"out": made["out"].roll(1, 0)}))
+    found = told("embed", late)
+    assert found is not None
+    assert "holds the numbers of the row before it" in found.sentence
