@@ -87,7 +87,7 @@ class BoundModel:
         recipe: Recipe | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self.config = config
+        self.config: Any = config  # of its family's own class
         self.numerics = numerics
         self.weights = weights
         self.observer = observer
@@ -214,7 +214,7 @@ def bind(
     return bound
 
 
-def _require_scoring(config: Config, known: str | None) -> None:
+def _require_scoring(config: Any, known: str | None) -> None:
     """Raise if the config names a router scoring that no reference computes."""
     if known is not None and config.scoring_func != known:
         raise NotBuilt(

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 class ModelFacts:
     """The facts of a model's ends, or of one block."""
 
-    config: Config
+    config: Any  # of its family's own class
     numerics: Numerics
     block: Block | None
     formats: Mapping[str, Formats]
@@ -83,7 +83,8 @@ class ModelFacts:
     def norm_epsilon(self, weight: str) -> float:
         """Return the epsilon under the root of the norm that has this weight."""
         del weight
-        return self.config.rms_norm_eps
+        epsilon: float = self.config.rms_norm_eps
+        return epsilon
 
     def multiplied(self, x: Tensor, weight: Weight, *, coded: bool) -> tuple[Tensor, Weight]:
         """Return an input and the weight as they are multiplied; `coded`: the input is codes."""

@@ -18,7 +18,7 @@ from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
-from degarble.harness.model.parameters import parameter_named, parameters
+from degarble.harness.model.parameters import parameter_named, parameters, routed_experts
 from degarble.harness.model.types import Dtype, Kind
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _random(parameter: Parameter, config: Config, seed: int, dtype: torch.dtype)
     shape, row = parameter.shape, parameter.row
     if row.dtype is Dtype.I64:
         # The table of hash layers: distinct experts for each token id.
-        scores = torch.rand(shape[0], config.n_routed_experts, generator=generator)
+        scores = torch.rand(shape[0], routed_experts(config), generator=generator)
         return scores.argsort(-1)[:, : shape[1]].contiguous()
     noise = torch.randn(shape, generator=generator)
     if parameter.kind is Kind.NORM or row.name.endswith("scale"):

@@ -29,6 +29,7 @@ from degarble.harness.capture.engine.ranks import join_ranks
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import require_free
 from degarble.harness.inference.processes import process_group
+from degarble.harness.model.parameters import shape_letters
 from degarble.harness.model.sharding import plan, sharding_styles
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.files import require_folder
@@ -142,9 +143,10 @@ def plan_over(config: Config, world: int) -> ShardingPlan:
     """Return the sharding plan of a model for this number of ranks."""
     cuts = sharding_styles(config)["vllm"].values()
     block = max((cut.multiple for cut in cuts if cut.padded), default=1)
-    if block > 1 and config.moe_intermediate_size % (block * world):
+    width = shape_letters(config)["I"] if block > 1 else 0
+    if width % (block * world):
         raise ShapeMismatch(
-            "moe_intermediate_size", config.moe_intermediate_size,
+            "moe_intermediate_size", width,
             f"a multiple of {block} times {world} ranks: engines pad the shared expert otherwise",
             "Choose another number of ranks for this model.",
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from degarble.harness.capture.capture import ValueCounts
 
@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from degarble.harness.capture.capture import SequenceTokens
-    from degarble.harness.model.config.config import Config
     from degarble.harness.model.types import Block
 
 
-def shared_counts(c: Config) -> dict[str, ValueCounts]:
+def shared_counts(c: Any) -> dict[str, ValueCounts]:
     """Return the values for a token of the indexer, the router and the experts."""
     d, f, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
     queries = ValueCounts(c.index_n_heads * c.index_head_dim)
@@ -40,9 +39,9 @@ def shared_counts(c: Config) -> dict[str, ValueCounts]:
     }
 
 
-def score_values(c: Config, block: Block, step: Collection[SequenceTokens]) -> int:
+def score_values(c: Any, block: Block, step: Collection[SequenceTokens]) -> int:
     """Return the indexer's scores of a step, and the keys that they are made of."""
     ratio = block.ratio or 1
     widest = max((each.before + each.tokens) // ratio for each in step)
-    keys = sum(each.before // ratio for each in step) * c.index_head_dim
+    keys: int = sum(each.before // ratio for each in step) * c.index_head_dim
     return widest * sum(each.tokens for each in step) + keys

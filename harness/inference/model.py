@@ -122,8 +122,8 @@ class OpenModel:
     _threads: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
-    def config(self) -> Config:
-        """The model's config."""
+    def config(self) -> Any:
+        """The model's config, of its family's own class."""
         return self.logits_model.config
 
     def close(self) -> None:

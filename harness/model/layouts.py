@@ -109,7 +109,7 @@ class Layout:
             return own if own in {"lm_head", "head"} else f"model.{own}"
         if not block.is_drafter:
             return f"model.layers.{block.index}.{own}"
-        number = config.num_hidden_layers + block.index
+        number = len(config.layers) + block.index
         inner = self.spelling is Spelling.VLLM and not is_own
         return f"model.layers.{number}.{'mtp_block.' if inner else ''}{own}"
 

@@ -295,6 +295,11 @@ def shape_letters(config: Config, block: Block | None = None) -> dict[str, int]:
     return letters | (_block_letters(block) if block is not None else {})
 
 
+def routed_experts(config: Config) -> int:
+    """Return how many routed experts a layer has; 0 where there are none."""
+    return shape_letters(config).get("E", 0)
+
+
 def extents_of(text: str, letters: Mapping[str, int]) -> tuple[int, ...]:
     """Evaluate a shape in letters: extents are split by blanks, then come sums, then products."""
     return tuple(
@@ -303,7 +308,7 @@ def extents_of(text: str, letters: Mapping[str, int]) -> tuple[int, ...]:
     )
 
 
-def _shared_letters(config: Config) -> dict[str, int]:
+def _shared_letters(config: Any) -> dict[str, int]:
     return {
         "V": config.vocab_size,
         "D": config.hidden_size,

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.model.parameters import parameters
+from degarble.harness.model.parameters import parameters, routed_experts
 from degarble.harness.model.registry import registered_for
 from degarble.harness.model.tensors import PartKind, parts_of, tensors_of
 from degarble.harness.model.types import Box, StoredTensor
@@ -154,7 +154,7 @@ class ShardingPlan:
 
     def experts_of(self, rank: int) -> range:
         """Return the ids of the routed experts on a rank; all of them where ep is 1."""
-        each = self.config.n_routed_experts // self.ep
+        each = routed_experts(self.config) // self.ep
         first = (rank % self.ranks_per_stage) % self.ep * each
         return range(first, first + each)
 
@@ -162,7 +162,7 @@ class ShardingPlan:
         """Return the boxes that a parameter is cut into; empty boxes are left out."""
         whole = Box.whole(parameter.shape)
         if parameter.expert is not None and self.ep > 1:
-            holder = parameter.expert // (self.config.n_routed_experts // self.ep)
+            holder = parameter.expert // (routed_experts(self.config) // self.ep)
             return (ParameterShard(whole, self._ranks(parameter, [holder])),)
         cut = self._cuts.get(parameter.row.name)
         if cut is None or self.tp == 1:
@@ -203,7 +203,7 @@ def plan(
     known = sharding_styles(config)
     if style not in known:
         raise UnknownName.among("sharding style", style, known)
-    layers, experts = config.num_hidden_layers, config.n_routed_experts
+    layers, experts = len(config.layers), routed_experts(config)
     groups, what = registered_for(config).head_groups(config)
     _require(tp, groups % max(tp, 1) == 0, "tp", f"a divisor of {groups} {what}")
     _require(ep, experts % max(ep, 1) == 0, "ep", f"a divisor of {experts} experts")

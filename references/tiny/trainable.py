@@ -8,7 +8,7 @@ on the entries.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ def rotate_last_dims(x: Tensor, turn: Rotation, *, inverse: bool = False) -> Ten
 class Trainable(nn.Module):
     """Parameters by their logical names (dots become underscores inside torch)."""
 
-    def __init__(self, config: V4Config | V32Config, seed: int) -> None:
+    def __init__(self, config: Any, seed: int) -> None:
         super().__init__()
         self.ablation = Ablation()
         self._named = parameters(config)

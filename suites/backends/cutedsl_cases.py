@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from degarble.harness.capture.capture import CaptureSummary
     from degarble.harness.commands.check.check import CheckResult
     from degarble.harness.model.config.config import Config
+    from degarble.suites.support.configs import DeepSeekConfig
 
 # Every kind of layer once: hashed and dense choices, both compressions, the indexer, scored routes.
 CONFIG_V4 = replace(TINY_V4, num_hidden_layers=3, compress_ratios=(0, 4, 128), vocab_size=64)
-CONFIGS: dict[str, Config] = {
+CONFIGS: dict[str, DeepSeekConfig] = {
     "v4": CONFIG_V4,
     "v32": replace(TINY_V32, vocab_size=64),
 }
@@ -58,7 +59,7 @@ def write_model(
 ) -> Model:
     """Write both; their values are the same."""
     chosen = config or CONFIGS[family]
-    names = (f"{family}-{kind}-{seed}-{chosen.num_hidden_layers}" for kind in (layout, "bf16"))
+    names = (f"{family}-{kind}-{seed}-{len(chosen.layers)}" for kind in (layout, "bf16"))
     model = Model(*(folder / name for name in names))
     for path, kind in ((model.checkpoint, layout), (model.reference, "bf16")):
         if not path.exists():

@@ -18,6 +18,7 @@ from degarble.harness.inference.generation import Continuation, Generation, Limi
 from degarble.harness.inference.model import LogitsModel, numerics_of, open_model, threads_for
 from degarble.harness.inference.weights import HeldWeights
 from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO, small_v4
+from degarble.harness.model.family import family_of
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.tensors import tensors_of
 from degarble.harness.report.progress import duration
@@ -300,7 +301,7 @@ def streamed_pass(folder: str, tokens: int) -> tuple[float, int, float, int, flo
 
 def official_bytes(config: Config) -> int:
     """Bytes of the main model's tensors in the official layout."""
-    main = replace(config, num_nextn_predict_layers=0)
+    main = family_of(config).without_drafters(config)
     layout = layout_named("official", main)
     return sum(
         prod(tensor.shape) * DTYPE_BITS[str(tensor.dtype)] // 8

@@ -98,7 +98,7 @@ class Quality:
         plain.observer = self._keep
         with torch.inference_mode():
             sequences = [Sequence() for _ in self.ids]
-            ModelV4(plain, plain.config).forward(sequences, self.ids)  # type: ignore[arg-type]
+            ModelV4(plain, plain.config).forward(sequences, self.ids)
         self.blocks: tuple[Block, ...] = plain.config.layers
 
     def _keep(
@@ -149,7 +149,7 @@ class Quality:
         return QualityRow(f"{weights}, {cache} cache", name, *found)
 
     def _attended(self, bound: BoundModel, block: Block) -> Tensor:
-        model = ModelV4(bound, bound.config)  # type: ignore[arg-type]
+        model = ModelV4(bound, bound.config)
         step = TokenBatch.from_sequences([0] * len(self.ids), self.ids)
         states = [Sequence().block(block.prefix, bound.numerics.work, None) for _ in self.ids]
         x = self.fed[f"{block.prefix}.attn."]
@@ -306,7 +306,7 @@ def captured(tokens: int) -> list[Inputs]:
     bound = BoundModel(model.config, numerics, model.weights, None)
     bound.observer = keep
     with torch.inference_mode():
-        ModelV4(bound, bound.config).forward([Sequence()], [ids])  # type: ignore[arg-type]
+        ModelV4(bound, bound.config).forward([Sequence()], [ids])
     return found
 
 
@@ -315,7 +315,7 @@ def _captured(bound: BoundModel, name: str, inputs: Mapping[str, Tensor]) -> Inp
     assert component.block is not None, "attention belongs to a layer"
     positions, ratio = inputs["positions"], getattr(component.block, "ratio", 0)
     window = inputs["window"]
-    near: int = bound.config.sliding_window  # type: ignore[union-attr]
+    near: int = bound.config.sliding_window
     seen = attention.window_rows(positions, 0, len(window), near)
     keys = window
     if ratio:

@@ -29,7 +29,7 @@ from degarble.harness.checkpoint.transform.quantise.calibration import FULL_SCAL
 from degarble.harness.checkpoint.view.view import Checkpoint, fingerprint
 from degarble.harness.inference.model import open_model
 from degarble.harness.model.config.config import V4_PRO
-from degarble.harness.model.parameters import parameters
+from degarble.harness.model.parameters import parameters, shape_letters
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.types import Kind
 from degarble.references.binding import BoundModel
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.model.config.config import Config
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def written(bound: BoundModel, folder: Path, wanted: CaptureFilter) -> int:
     ids=["all", "one layer", "ten tokens"],
 )
 def test_the_estimate_is_near_what_is_written(
-    config: Config,
+    config: DeepSeekConfig,
     words: dict[str, str],
     low: float,
     high: float,
@@ -292,7 +292,7 @@ def test_records_become_input_scales(captured: Path, capsys: pytest.CaptureFixtu
     for prefix in {n.split(".experts.")[0] for n in records if ".experts." in n}:
         own = [e.tokens for n, e in records.items() if n.startswith(f"{prefix}.experts.")
                and n.endswith(".w1")]  # fmt: skip
-        assert sum(own) == tokens * config.num_experts_per_tok
+        assert sum(own) == tokens * shape_letters(config)["k"]
     # Alone, prompt by prompt, with the observer of the references.
     with open_model(captured / "model", "bf16", absorbed=False) as model:
         watch = InputAmax(config)

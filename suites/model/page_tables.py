@@ -16,7 +16,6 @@ from degarble.harness.model.config.config import (
     V3_2,
     V4_FLASH,
     V4_PRO,
-    Config,
     V4Config,
     compressor_windows,
 )
@@ -42,9 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from degarble.harness.model.sharding import ShardCut
+    from degarble.suites.support.configs import DeepSeekConfig
 
 DSPARK = {"dspark first", "dspark last"}
-MODELS: dict[str, Config] = {"V4-Pro": V4_PRO, "V4-Flash": V4_FLASH, "V3.2": V3_2}
+MODELS: dict[str, DeepSeekConfig] = {"V4-Pro": V4_PRO, "V4-Flash": V4_FLASH, "V3.2": V3_2}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -53,7 +53,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines) + "\n"
 
 
-def totals(config: Config, layout: Layout) -> tuple[int, int]:
+def totals(config: DeepSeekConfig, layout: Layout) -> tuple[int, int]:
     """Count a layout's tensors and bytes.
 
     Both grow evenly with the number of experts, so two small models tell: quickly, and exactly.
@@ -124,7 +124,7 @@ def layouts() -> str:
     """The layouts and what they make of the largest model of their family."""
     rows = []
     for (family, name), layout in LAYOUTS.items():
-        config: Config = V4_PRO if family == V4Config.family else V3_2
+        config: DeepSeekConfig = V4_PRO if family == V4Config.family else V3_2
         count, size = totals(config, layout)
         rows.append(
             (
@@ -141,7 +141,7 @@ def layouts() -> str:
     return table(header, rows)
 
 
-def _cell(layout: Layout, row: Row, block: Block | None, config: Config) -> str:
+def _cell(layout: Layout, row: Row, block: Block | None, config: DeepSeekConfig) -> str:
     """Spell one row in a layout, with N and E for numbers."""
     parameter = Parameter(row.name, (), row, block)
     if layout.omits(parameter, config) or not set(row.where.split(", ")) - DSPARK:
@@ -157,7 +157,7 @@ def _cell(layout: Layout, row: Row, block: Block | None, config: Config) -> str:
 
 def names(family: str) -> str:
     """Every parameter in three spellings."""
-    config: Config = V4_PRO if family == V4Config.family else V3_2
+    config: DeepSeekConfig = V4_PRO if family == V4Config.family else V3_2
     v4 = isinstance(config, V4Config)
     ends, inner, drafter = (V4_ENDS, V4_BLOCK, V4_MTP) if v4 else (V32_ENDS, V32_BLOCK, V32_MTP)
     saved = layout_named("transformers", config)

@@ -23,7 +23,6 @@ from degarble.harness.model.components import (
 )
 from degarble.harness.model.config.config import (
     V4_PRO,
-    Config,
     Dspark,
     V4Config,
     small_v4,
@@ -37,6 +36,8 @@ from degarble.suites.model.configs import configs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def roles(found: Iterable[Component]) -> set[str]:
 
 
 @given(configs())
-def test_names_are_those_of_the_contract(config: Config) -> None:
+def test_names_are_those_of_the_contract(config: DeepSeekConfig) -> None:
     found = components(config)
     dspark = isinstance(config, V4Config) and config.dspark is not None
     for block in config.blocks:
@@ -86,7 +87,7 @@ def test_names_are_those_of_the_contract(config: Config) -> None:
 
 
 @given(configs())
-def test_names_are_unique_and_prefixed(config: Config) -> None:
+def test_names_are_unique_and_prefixed(config: DeepSeekConfig) -> None:
     found = components(config)
     assert len({component.name for component in found}) == len(found)
     for component in found:
@@ -98,7 +99,7 @@ def test_names_are_unique_and_prefixed(config: Config) -> None:
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 @settings(max_examples=15)
 @given(config=configs())
-def test_every_input_has_a_producer_that_comes_earlier(name: str, config: Config) -> None:
+def test_every_input_has_a_producer_that_comes_earlier(name: str, config: DeepSeekConfig) -> None:
     assert loose_ends(components(config, recipe_named(name, config))) == []
 
 
@@ -131,7 +132,7 @@ def replace_input(line: wiring.ComponentWiring, name: str) -> wiring.ComponentWi
 
 
 @given(configs())
-def test_every_parameter_has_exactly_one_reader(config: Config) -> None:
+def test_every_parameter_has_exactly_one_reader(config: DeepSeekConfig) -> None:
     readers: dict[str, list[Component]] = {}
     for component in components(config):
         for name in component.weights:
@@ -152,7 +153,9 @@ def test_every_parameter_has_exactly_one_reader(config: Config) -> None:
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 @settings(max_examples=15)
 @given(config=configs())
-def test_act_quant_stands_in_front_of_what_the_recipe_quantises(name: str, config: Config) -> None:
+def test_act_quant_stands_in_front_of_what_the_recipe_quantises(
+    name: str, config: DeepSeekConfig
+) -> None:
     recipe = recipe_named(name, config)
     found = {component.name: component for component in components(config, recipe)}
     plain = {component.name for component in components(config)}
@@ -305,7 +308,7 @@ def test_whatever_is_read_prints_as_it_was(text: Any) -> None:
 
 @settings(max_examples=20)
 @given(configs())
-def test_every_site_of_a_config_is_well_formed(config: Config) -> None:
+def test_every_site_of_a_config_is_well_formed(config: DeepSeekConfig) -> None:
     for component in components(config):
         for site in component.sites:
             read = parse_site(str(site))

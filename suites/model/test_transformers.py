@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.model.config.config import Config
     from degarble.harness.model.tensors import NameMap
+    from degarble.suites.support.configs import DeepSeekConfig
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32, Dtype.I64: torch.int64}
 RANDOM_CONFIGS = 20
-LOADED: dict[str, Config] = {
+LOADED: dict[str, DeepSeekConfig] = {
     "v4": replace(TINY_V4, num_nextn_predict_layers=0),
     "v32": replace(TINY_V32, num_nextn_predict_layers=0),
 }
@@ -47,14 +47,14 @@ LOADED: dict[str, Config] = {
 class Answers:
     """What transformers said about all configs, and where it left what it loaded."""
 
-    configs: list[Config]
+    configs: list[DeepSeekConfig]
     described: list[dict[str, Any]]
     folders: dict[str, Path]
 
 
-def random_configs() -> list[Config]:
+def random_configs() -> list[DeepSeekConfig]:
     """Draw configs in a fixed order, and put the released geometries before them."""
-    drawn: list[Config] = [V4_PRO, V4_FLASH, V3_2]
+    drawn: list[DeepSeekConfig] = [V4_PRO, V4_FLASH, V3_2]
 
     @settings(
         max_examples=RANDOM_CONFIGS,
@@ -64,14 +64,14 @@ def random_configs() -> list[Config]:
         suppress_health_check=list(HealthCheck),
     )
     @given(configs())
-    def draw(config: Config) -> None:
+    def draw(config: DeepSeekConfig) -> None:
         drawn.append(config)
 
     draw()
     return drawn
 
 
-def write_official(folder: Path, config: Config, seed: int) -> None:
+def write_official(folder: Path, config: DeepSeekConfig, seed: int) -> None:
     """Write a checkpoint of random values under DeepSeek's names, with its config."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}

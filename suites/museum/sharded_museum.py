@@ -17,6 +17,7 @@ from torch import distributed
 
 from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
+from degarble.harness.model.parameters import routed_experts
 from degarble.harness.model.sharding import plan
 from degarble.harness.museum.cases import ModelKey, MuseumModel, prompt_ids
 from degarble.references.model import Sequence
@@ -74,7 +75,7 @@ def recorded(case: str, model: MuseumModel) -> InMemoryRun:
     teams = Teams.from_plan(sharding_plan)
     assert teams is not None, "two ranks run"
     numerics = Numerics.twin(model.switches, products=torch.float32)
-    weights = loaded(case, model.weights, model.config.n_routed_experts)
+    weights = loaded(case, model.weights, routed_experts(model.config))
     sharded = ShardedModel(sharding_plan, teams, numerics, weights, model.recipe)
     damage(case, sharded, numerics)
     run, sequences = InMemoryRun(), [Sequence() for _ in LENGTHS]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.weight import Weight
-    from degarble.harness.model.config.config import Config
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ V32 = small_v32(num_hidden_layers=2)
 MEMORY = {"state_window", "state_compressed", "state_keys", "state_rows", "state_expanded"}
 
 
-def forward(config: Config, bound: BoundModel, *, absorbed: bool = True) -> None:
+def forward(config: DeepSeekConfig, bound: BoundModel, *, absorbed: bool = True) -> None:
     """A prompt and two tokens behind it, through model and drafter."""
     sequence, ids = Sequence(), torch.arange(140)
     for part in ids.split([137, 1, 2]):
@@ -62,7 +62,7 @@ def forward(config: Config, bound: BoundModel, *, absorbed: bool = True) -> None
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
 @pytest.mark.parametrize("name", RECIPE_NAMES)
-def test_components_are_those_of_the_anatomy(config: Config, name: str) -> None:
+def test_components_are_those_of_the_anatomy(config: DeepSeekConfig, name: str) -> None:
     recipe = recipe_named(name, config)
     weights = quantised_weights(random_weights(config, 1), config, recipe)
     seen: dict[str, tuple[set[str], set[str]]] = {}
@@ -221,7 +221,7 @@ def test_rows_keep_what_they_were_given() -> None:
 
 
 @pytest.mark.parametrize(("config", "other"), [(V4, "sigmoid"), (V32, "softmax")])
-def test_an_unknown_scoring_function_is_refused(config: Config, other: str) -> None:
+def test_an_unknown_scoring_function_is_refused(config: DeepSeekConfig, other: str) -> None:
     with pytest.raises(NotBuilt, match=f"scoring_func = '?{other}") as refused:
         BoundModel(replace(config, scoring_func=other), Numerics.definition(), {})
     assert config.scoring_func in str(refused.value)
@@ -271,7 +271,9 @@ def test_tensors_without_a_version_are_always_read() -> None:
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
-def test_random_weights_fill_every_parameter_and_depend_on_names_alone(config: Config) -> None:
+def test_random_weights_fill_every_parameter_and_depend_on_names_alone(
+    config: DeepSeekConfig,
+) -> None:
     made, again, other = (random_weights(config, seed) for seed in (1, 1, 2))
     assert list(made) == [parameter.name for parameter in parameters(config)]
     for parameter in parameters(config):
@@ -294,7 +296,9 @@ def test_token_tables_name_each_expert_once() -> None:
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 @pytest.mark.parametrize("dialect", [CANONICAL, MODELOPT], ids=["canonical", "modelopt"])
-def test_weights_take_the_formats_of_the_recipe(config: Config, name: str, dialect: object) -> None:
+def test_weights_take_the_formats_of_the_recipe(
+    config: DeepSeekConfig, name: str, dialect: object
+) -> None:
     plain = random_weights(config, 1)
     recipe = recipe_named(name, config)
     made = quantised_weights(plain, config, recipe, dialect)  # type: ignore[arg-type]
@@ -328,7 +332,7 @@ def test_gate_and_up_share_their_tensor_scale() -> None:
     assert scale("w2") < scale("w1")
 
 
-def observed(config: Config, weights: dict[str, Weight]) -> InputAmax:
+def observed(config: DeepSeekConfig, weights: dict[str, Weight]) -> InputAmax:
     watch = InputAmax(config)
     bound = BoundModel(config, Numerics.bf16(), weights, None, watch)
     tokens = torch.arange(40)
@@ -369,7 +373,7 @@ def test_observed_inputs_are_the_largest_of_each_linear() -> None:
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
-def test_input_scales_follow_from_observation(config: Config) -> None:
+def test_input_scales_follow_from_observation(config: DeepSeekConfig) -> None:
     weights = random_weights(config, 1)
     largest = observed(config, weights).largest
     recipe = recipe_named("nvfp4-full", config)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.weight import Weight
-    from degarble.harness.model.config.config import Config
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ RECIPE = Recipe("experts", (Rule("*.ffn.experts.*", "NVFP4", "NVFP4"),))
 LAYER = 2
 
 
-def case(config: Config, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def case(config: DeepSeekConfig, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(7, config.hidden_size, generator=generator)
     chosen = torch.rand(7, 8, generator=generator).argsort(-1)[:, :3]
@@ -56,7 +56,7 @@ def run(bound: BoundModel, x: Tensor, chosen: Tensor, shares: Tensor) -> dict[st
 
 
 def dense(
-    config: Config, weights: dict[str, Weight], x: Tensor, chosen: Tensor, shares: Tensor
+    config: DeepSeekConfig, weights: dict[str, Weight], x: Tensor, chosen: Tensor, shares: Tensor
 ) -> Tensor:
     """Every expert for every token, masked by the choice."""
     limit = getattr(config, "swiglu_limit", None)
@@ -76,7 +76,9 @@ def dense(
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
 @pytest.mark.parametrize("before", [True, False])
-def test_definition_equals_the_dense_evaluation(config: Config, before: bool, seed: int) -> None:
+def test_definition_equals_the_dense_evaluation(
+    config: DeepSeekConfig, before: bool, seed: int
+) -> None:
     weights = random_weights(config, seed)
     x, chosen, shares = case(config, seed)
     numerics = Numerics.definition(routing_weight_before_w2=before)

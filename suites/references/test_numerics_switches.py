@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.weight import Weight
-    from degarble.harness.model.config.config import Config
+    from degarble.suites.support.configs import DeepSeekConfig
 
 V4 = small_v4(
     num_hidden_layers=3, compress_ratios=(0, 4, 128, 0), hidden_size=64, q_lora_rank=32,
@@ -57,7 +57,7 @@ TOKENS = torch.randint(0, 512, (131,), generator=torch.Generator().manual_seed(5
 class Side(NamedTuple):
     """One switch: the model it is shown on, its other value, where it is seen first."""
 
-    config: Config
+    config: DeepSeekConfig
     base: dict[str, Any]
     other: dict[str, Any]
     first: str
@@ -161,7 +161,7 @@ def weights() -> dict[str, dict[str, Weight]]:
 
 
 def run(
-    config: Config,
+    config: DeepSeekConfig,
     numerics: Numerics,
     weights: Mapping[str, Weight],
     recipe: Recipe | None = RECIPE,
@@ -190,7 +190,7 @@ KEPT: dict[tuple[str, Numerics], dict[str, dict[str, Tensor]]] = {}
 
 
 def kept(
-    config: Config, numerics: Numerics, weights: Mapping[str, Weight]
+    config: DeepSeekConfig, numerics: Numerics, weights: Mapping[str, Weight]
 ) -> dict[str, dict[str, Tensor]]:
     """As run, once for each arithmetic."""
     key = (config.family, numerics)
@@ -254,7 +254,9 @@ def test_what_is_equal_in_exact_arithmetic_stays_so(
 
 
 @pytest.mark.parametrize("base", [V4, V32], ids=["v4", "v32"])
-def test_an_indexer_whose_width_has_no_hadamard_transform_goes_without(base: Config) -> None:
+def test_an_indexer_whose_width_has_no_hadamard_transform_goes_without(
+    base: DeepSeekConfig,
+) -> None:
     config = replace(base, index_head_dim=96)
     given = random_weights(config, 3)
     one, two = (

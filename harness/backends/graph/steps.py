@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from degarble.harness.backends.cutedsl.kernels import Kernels
     from degarble.harness.backends.graph.weights import Gated, NormWeight, RoutedWeights
-    from degarble.harness.model.config.config import Config
     from degarble.harness.model.types import Block, Rope
     from degarble.references.numerics import Switches
 
@@ -212,7 +211,7 @@ class DecoderSteps(ABC):
     """Layers of one model over one memory; `rows` are tokens of a step."""
 
     def __init__(
-        self, kernels: Kernels, config: Config, switches: Switches, room: MemorySize, rows: int
+        self, kernels: Kernels, config: Any, switches: Switches, room: MemorySize, rows: int
     ) -> None:
         self.kernels, self.room, self.rows = kernels, room, rows
         self.switches = switches

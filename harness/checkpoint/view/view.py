@@ -489,7 +489,8 @@ def model_of(config: Mapping[str, Any]) -> Config | None:
     tensors = (model.num_hidden_layers + model.drafters) * 3 * getattr(model, "n_routed_experts", 1)
     if tensors > MOST_TENSORS:
         raise _implausible("layers and experts", tensors, f"at most {MOST_TENSORS} expert weights")
-    return model
+    found: Config = model
+    return found
 
 
 def _implausible(key: str, value: object, expectation: str) -> InvalidArgument:

@@ -132,7 +132,7 @@ def _named(
     layer = None
     if block is not None:
         # Blocks of the drafter are numbered after the decoder's layers.
-        layer = block.index + (config.num_hidden_layers if block.is_drafter else 0)
+        layer = block.index + (len(config.layers) if block.is_drafter else 0)
     row = parameter.row.name.replace(EXPERT, "*")
     return WeightUnit(
         name=parameter.name,

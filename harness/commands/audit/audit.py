@@ -430,7 +430,7 @@ def _read(nbytes: int, begun: float) -> str:
 
 def _subject(checkpoint: Checkpoint, path: Path) -> AuditedCheckpoint:
     model = checkpoint.model
-    layers = model.num_hidden_layers if model else 0
+    layers = len(model.layers) if model else 0
     counted = Counter(
         (layer_of_name(name, layers), kind_of_name(name)) for name in checkpoint.entries
     )

@@ -72,7 +72,7 @@ def counts_of(context: ComponentContext, name: str, inputs: Tensors) -> list[int
     block = context.component.block
     starts = [span.start for span in spans_of(inputs)]
     if name == "state_window":
-        reach = context.bound.config.sliding_window - 1  # type: ignore[union-attr]
+        reach = context.bound.config.sliding_window - 1
         return [min(start, reach) for start in starts]
     ratio = block.ratio if block is not None else 0
     return [start // ratio if ratio else start for start in starts]
@@ -259,7 +259,7 @@ def _seen_variants(context: ComponentContext) -> Iterator[FaultVariant]:
             words = "an entry visible before its window is full"
             yield FaultVariant(words, with_function(context, _one_early))
     elif has_window(context):
-        window = context.bound.config.sliding_window  # type: ignore[union-attr]
+        window = context.bound.config.sliding_window
         for other in (window - 1, max(1, window // 2), 1):
             words = f"a window of {other} and not {window}"
             yield FaultVariant(words, _windowed(context, other), {"window": other})

@@ -16,7 +16,7 @@ from functools import cached_property
 from math import isfinite
 from sys import float_info
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.model.types import Block, LayerType, MlpType, Rope, RopeEnd, RopePairing, Yarn
@@ -406,7 +406,49 @@ class V32Config:
         return self.moe_intermediate_size * self.n_shared_experts
 
 
-Config = V4Config | V32Config
+class Config(Protocol):
+    """What the config of every family states, as a frozen record; its own record states more."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __hash__(self) -> int:
+        """Return the hash of a frozen record."""
+        ...
+
+    @property
+    def family(self) -> str:
+        """Return the name of the family."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of tokens."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the width of the residual stream."""
+        ...
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """Return the longest context; None where it is not stated."""
+        ...
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        """Return the decoder layers of the main model."""
+        ...
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Return decoder layers, then drafter blocks."""
+        ...
+
+    @property
+    def drafters(self) -> int:
+        """Return the number of drafter blocks."""
+        ...
 
 
 def has_parallel_drafter(config: object) -> bool:

@@ -408,8 +408,8 @@ ARCHITECTURES = {
 }
 
 
-def config_from_file(path: Path) -> Config:
-    """Read one config.json; raise unless it is one JSON object without repeated keys."""
+def config_from_file(path: Path) -> Any:
+    """Read one config.json, which is one JSON object without repeated keys, as its family's."""
     try:
         text = read_small_text(path, _LARGEST_FILE)
         raw = json.loads(text, object_pairs_hook=_unique)
@@ -427,8 +427,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def config_from_dict(raw: Mapping[str, Any]) -> Config:
-    """Make the record of a config dict in any known spelling."""
+def config_from_dict(raw: Mapping[str, Any]) -> Any:
+    """Make its family's record of a config dict in any known spelling."""
     if not isinstance(raw, dict):
         raise InvalidArgument("config", raw, "a JSON object", "Pass what config.json holds.")
     config: Config = recognised(raw).read(raw)
@@ -598,7 +598,7 @@ def write_v32(config: V32Config, spelling: str) -> dict[str, Any]:
 
 
 def _written(
-    config: Config,
+    config: Any,
     spelling: str,
     keys: Iterable[ConfigKey],
     own: Mapping[str, Any],

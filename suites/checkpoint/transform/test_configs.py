@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from degarble.harness.model.config.config import Config
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 def test_entries_of_the_source_survive() -> None:
@@ -39,8 +39,8 @@ def test_entries_of_the_source_survive() -> None:
 
 
 def test_transformers_reads_the_configs(tmp_path: Path) -> None:
-    cases: dict[str, Config] = {}
-    families: dict[str, Config] = {"v4": TINY_V4, "v32": TINY_V32}
+    cases: dict[str, DeepSeekConfig] = {}
+    families: dict[str, DeepSeekConfig] = {"v4": TINY_V4, "v32": TINY_V32}
     for family, config in families.items():
         for recipe in ("nvfp4-experts", "nvfp4-full"):
             folder = tmp_path / f"{family}-{recipe}"

@@ -27,7 +27,7 @@ from degarble.suites.checkpoint.reading_cases import (
 )
 
 if TYPE_CHECKING:
-    from degarble.harness.model.config.config import Config
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -289,7 +289,9 @@ def covered(checkpoint: Checkpoint, found: WeightUnits) -> None:
 
 
 @pytest.mark.parametrize(("config", "name"), LAYOUTS, ids=lambda v: v if type(v) is str else "")
-def test_every_byte_is_walked_once(tmp_path: Path, seed: int, config: Config, name: str) -> None:
+def test_every_byte_is_walked_once(
+    tmp_path: Path, seed: int, config: DeepSeekConfig, name: str
+) -> None:
     write_model(tmp_path, make_model(config, layout_named(name, config), seed))
     with Checkpoint.open(tmp_path) as checkpoint:
         weight_units = units_of(checkpoint)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.number_formats import BlockFormat
-    from degarble.harness.model.config.config import Config
     from degarble.references.facts import ModelFacts
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_a_window_of_one_token_remembers_nothing() -> None:
     assert origin.component == f"{ATTN}kv_write"
 
 
-def bound(config: Config, inside: torch.dtype, weights: Mapping[str, Weight]) -> BoundModel:
+def bound(config: DeepSeekConfig, inside: torch.dtype, weights: Mapping[str, Weight]) -> BoundModel:
     twin = Numerics.twin(
         switches_of(f"official-{'v4' if config is JUDGING_EXTREMES_V4 else 'v32'}")
     )
@@ -206,7 +206,7 @@ def routed() -> dict[str, Tensor]:
     ids=["shared", "experts", "attention", "router"],
 )
 def test_what_float32_cannot_hold_is_no_difference(
-    config: Config, name: str, inputs: dict[str, Tensor]
+    config: DeepSeekConfig, name: str, inputs: dict[str, Tensor]
 ) -> None:
     weights = random_weights(config, 1)
     for each in (key for key in weights if key.endswith("attn_sink")):
@@ -509,7 +509,8 @@ def own_weights(call: JudgeableCall, experts: Tensor) -> Tensor:
     score = torch.nn.functional.softplus(logits).sqrt() if v4 else torch.sigmoid(logits)
     chosen = score.gather(1, experts)
     assert call.facts is not None
-    return chosen / chosen.sum(-1, keepdim=True) * call.facts.config.routed_scaling_factor
+    factor: float = call.facts.config.routed_scaling_factor
+    return chosen / chosen.sum(-1, keepdim=True) * factor
 
 
 def answer(call: JudgeableCall, experts: Tensor) -> dict[str, Tensor]:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.budget import Budget
-    from degarble.harness.model.config.config import Config
     from degarble.references.components.v4 import V4Facts
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def numerics(inside: torch.dtype, source: str) -> Numerics:
 
 
 def replayed(
-    config: Config, recipe_name: str, source: str = ""
+    config: DeepSeekConfig, recipe_name: str, source: str = ""
 ) -> Iterator[tuple[JudgeableCall, Mapping[str, Tensor]]]:
     """Every call of a candidate's passes and of its drafter, with the twin's outputs beside it."""
     source = source or f"official-{'v4' if config is V4 else 'v32'}"
@@ -97,7 +97,7 @@ HEALTHY += [("nvfp4-full", source) for source in ("transformers", "vllm", "rare"
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
 @pytest.mark.parametrize(("recipe", "source"), HEALTHY)
-def test_every_output_is_healthy(config: Config, recipe: str, source: str) -> None:
+def test_every_output_is_healthy(config: DeepSeekConfig, recipe: str, source: str) -> None:
     """Float32 against float64 inside: at most HEADROOM of each budget, and nothing undecided."""
     judged = set()
     for call, outputs in replayed(config, recipe, source):
@@ -109,7 +109,7 @@ def test_every_output_is_healthy(config: Config, recipe: str, source: str) -> No
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
-def test_one_and_a_half_budgets_are_caught(config: Config) -> None:
+def test_one_and_a_half_budgets_are_caught(config: DeepSeekConfig) -> None:
     """In one element of every output of numbers."""
     done = set()
     for call, outputs in replayed(config, "bf16"):
@@ -139,7 +139,7 @@ def of_tokens(call: JudgeableCall, part: slice) -> JudgeableCall:
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
 @pytest.mark.parametrize("source", ["", "vllm"])
-def test_a_tokens_slack_is_its_own(config: Config, source: str) -> None:
+def test_a_tokens_slack_is_its_own(config: DeepSeekConfig, source: str) -> None:
     """Where tokens do not meet, the budget of a few is theirs in the whole call."""
     part, done = slice(3, 6), set()
     for call, _ in replayed(config, "bf16", source):
@@ -157,7 +157,7 @@ def test_a_tokens_slack_is_its_own(config: Config, source: str) -> None:
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_every_role_of_every_recipe_is_known(config: Config, recipe: str) -> None:
+def test_every_role_of_every_recipe_is_known(config: DeepSeekConfig, recipe: str) -> None:
     for component in components(config, recipe_named(recipe, config)):
         known = component.role in {**RULES, **WHOLE} or component.role.endswith(".act_quant")
         assert known, component.name
@@ -214,13 +214,13 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def indexer_numerics(config: Config, work: torch.dtype) -> Numerics:
+def indexer_numerics(config: DeepSeekConfig, work: torch.dtype) -> Numerics:
     source = "official-v4" if config is V4 else "official-v32"
     return replace(Numerics.twin(switches_of(source)), work=work)
 
 
 def call_of(
-    config: Config, role: str, inputs: dict[str, Tensor], weights: dict[str, Tensor]
+    config: DeepSeekConfig, role: str, inputs: dict[str, Tensor], weights: dict[str, Tensor]
 ) -> JudgeableCall:
     twin, name = (
         BoundModel(config, indexer_numerics(config, torch.float64), {}),
@@ -236,7 +236,7 @@ def call_of(
     return JudgeableCall(what.role, inputs, outputs, held, facts=facts)
 
 
-def scores_call(config: Config) -> JudgeableCall:
+def scores_call(config: DeepSeekConfig) -> JudgeableCall:
     entries, width = TOKENS // 4 if config is V4 else TOKENS, config.index_head_dim
     given = {
         "q": random(TOKENS, config.index_n_heads, width, seed=1),
@@ -266,7 +266,7 @@ def scored_otherwise(call: JudgeableCall, in_steps: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
-def test_scores_in_another_order_are_healthy(config: Config) -> None:
+def test_scores_in_another_order_are_healthy(config: DeepSeekConfig) -> None:
     call = scores_call(config)
     made = scored_otherwise(call, in_steps=config is V4)
     result = judge_outputs(call, {"out": made})["out"]
@@ -281,7 +281,7 @@ def test_scores_in_another_order_are_healthy(config: Config) -> None:
     ("config", "role"), [(V4, "q"), (V32, "q"), (V32, "k")], ids=["v4-q", "v32-q", "v32-k"]
 )
 def test_operands_in_float32_are_healthy_and_another_pairing_is_not(
-    config: Config, role: str
+    config: DeepSeekConfig, role: str
 ) -> None:
     width = config.index_head_dim * (config.index_n_heads if role == "q" else 1)
     given = {"x": random(TOKENS, width, seed=4), "positions": torch.arange(TOKENS) * 91}
@@ -308,7 +308,7 @@ def test_operands_in_float32_are_healthy_and_another_pairing_is_not(
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
-def test_head_weights_in_another_order_are_healthy(config: Config) -> None:
+def test_head_weights_in_another_order_are_healthy(config: DeepSeekConfig) -> None:
     x, weight = (
         random(TOKENS, config.hidden_size, seed=7),
         random(config.index_n_heads, config.hidden_size, seed=8),

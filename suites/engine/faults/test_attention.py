@@ -48,7 +48,7 @@ def test_with_nothing_changed_it_is_the_components_own(layer: str) -> None:
 def test_places_are_those_of_the_lists(layer: str) -> None:
     made, name = run("v4"), f"{layer}.attn.attend"
     context, seen = made.scene(name, twin=True), made.calls[name][0]
-    window = context.bound.config.sliding_window  # type: ignore[union-attr]
+    window = context.bound.config.sliding_window
     attentions = list(attention.lists_of(facts_at(context), seen.inputs))
     assert [len(each.q) for each in attentions] == [262, 19]
     for listed_attention in attentions:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.model.config.config import Config
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,7 +251,9 @@ UNEQUAL = replace(V3_2, yarn=replace(V3_2.yarn, mscale=1.0, mscale_all_dim=0.5))
     [(V3_2, "without"), (UNEQUAL, "without"), (BARE, "times"), (V4_PRO, "times")],
     ids=["v32", "unequal", "bare", "v4"],
 )
-def test_a_factor_is_left_out_or_added_as_the_model_has_it(config: Config, words: str) -> None:
+def test_a_factor_is_left_out_or_added_as_the_model_has_it(
+    config: DeepSeekConfig, words: str
+) -> None:
     context: Any = SimpleNamespace(bound=SimpleNamespace(config=config))
     named = dict(_named(context))
     square = mscale_squared(config)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget.budget import OutputResult
     from degarble.harness.engine.localise.recorded_run import RecordedRun
-    from degarble.harness.model.config.config import Config
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,7 +62,9 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
-def test_a_healthy_run_agrees_everywhere_whatever_its_sums_are_made_in(config: Config) -> None:
+def test_a_healthy_run_agrees_everywhere_whatever_its_sums_are_made_in(
+    config: DeepSeekConfig,
+) -> None:
     found = localised(run_of(config=config, inside=torch.float32), config)
     assert found.verdict is Verdict.AGREES, found.origins
     assert not found.origins
@@ -281,7 +283,7 @@ RECIPES = ("nvfp4-experts", "nvfp4-full")
 ATTEND = {"v4": "layers.1.attn.attend", "v32": "layers.0.attn.attend"}
 
 
-def in_chunks(config: Config, recipe: str) -> InMemoryRun:
+def in_chunks(config: DeepSeekConfig, recipe: str) -> InMemoryRun:
     """Two sequences whose prompts arrive in pieces of other sizes, then token by token."""
     long, short = list(range(3, 20)), [5, 9, 2, 6, 5, 3]
     cuts = [((0, 5), (0, 3)), ((5, 6), (3, 6)), ((6, 13), None), ((13, 16), None), ((16, 17), None)]
@@ -301,7 +303,7 @@ def in_chunks(config: Config, recipe: str) -> InMemoryRun:
 
 
 def judged(
-    run: InMemoryRun, config: Config, recipe: str
+    run: InMemoryRun, config: DeepSeekConfig, recipe: str
 ) -> Iterator[tuple[str, int, OutputResult]]:
     """Every sequence of every component with memory, beside one prefill."""
     known = TwinComponents.from_twin(
@@ -320,7 +322,7 @@ def judged(
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
 def test_healthy_runs_agree_with_one_prefill_however_they_were_cut(
-    config: Config, recipe: str
+    config: DeepSeekConfig, recipe: str
 ) -> None:
     for run in (run_of(config=config, recipe=recipe, inside=torch.float32),
                 in_chunks(config, recipe)):  # fmt: skip
@@ -425,7 +427,7 @@ def test_a_brief_judgement_ends_at_the_first_finding(
 # Silent fallback: unquantised operands are distinguished from every other difference.
 
 
-def bf16_weights(name: str, config: Config) -> Any:
+def bf16_weights(name: str, config: DeepSeekConfig) -> Any:
     """Codes arrive as they should, and are multiplied with the weights of the BF16 model."""
 
     def faulty(call: Any, inputs: Any, _weights: Any) -> Any:
@@ -434,7 +436,7 @@ def bf16_weights(name: str, config: Config) -> Any:
     return lambda call: partial(faulty, call)
 
 
-def fell_back(name: str, config: Config, recipe: str) -> InMemoryRun:
+def fell_back(name: str, config: DeepSeekConfig, recipe: str) -> InMemoryRun:
     """Neither activations nor weights are quantised, though the codes were made."""
     seen: dict[str, Tensor] = {}
     maker = f"{name}.act_quant"
@@ -467,7 +469,7 @@ CASES = [
 
 @pytest.mark.parametrize(("config", "recipe", "name"), CASES)
 def test_bf16_weights_and_activations_are_called_too_good(
-    config: Config, recipe: str, name: str
+    config: DeepSeekConfig, recipe: str, name: str
 ) -> None:
     (origin,) = localised(fell_back(name, config, recipe), config, recipe).origins
     assert (origin.kind, origin.component) == (DiscrepancyKind.FALLBACK, name)
@@ -476,7 +478,9 @@ def test_bf16_weights_and_activations_are_called_too_good(
 
 
 @pytest.mark.parametrize(("config", "recipe", "name"), CASES)
-def test_bf16_weights_alone_are_too_good_as_well(config: Config, recipe: str, name: str) -> None:
+def test_bf16_weights_alone_are_too_good_as_well(
+    config: DeepSeekConfig, recipe: str, name: str
+) -> None:
     run = run_of(name, bf16_weights(name, config), config=config, recipe=recipe)
     (origin,) = localised(run, config, recipe).origins
     assert (origin.kind, origin.component) == (DiscrepancyKind.FALLBACK, name)
@@ -536,7 +540,9 @@ def test_without_a_reference_nothing_is_said_of_it() -> None:
     [dataclasses.replace(V4, num_hash_layers=1), small_v32(num_hidden_layers=4)],
     ids=["v4", "v32"],
 )
-def test_a_choice_that_fell_the_other_way_hides_no_cause(config: Config, fault: str) -> None:
+def test_a_choice_that_fell_the_other_way_hides_no_cause(
+    config: DeepSeekConfig, fault: str
+) -> None:
     """Row 0 lies on the edge of a choice, and the candidate took the other expert there."""
     recipe, twin = recipe_named("nvfp4-full", config), bound(config, "nvfp4-full", torch.float64)
     known = TwinComponents.from_twin(twin, recipe)

@@ -19,7 +19,6 @@ from degarble.harness.model.config.config import (
     V3_2,
     V4_FLASH,
     V4_PRO,
-    Config,
     Dspark,
     V4Config,
     V32Config,
@@ -43,11 +42,13 @@ from degarble.suites.model.configs import configs
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from degarble.suites.support.configs import DeepSeekConfig
+
 
 # --------------------------------------------------------------------------------------------------
-# Config records: released geometries, derived facts, and every field spoiled in turn.
+# DeepSeekConfig records: released geometries, derived facts, and every field spoiled in turn.
 
-RECORDS: dict[str, Config] = {"v4": V4_PRO, "v32": V3_2}
+RECORDS: dict[str, DeepSeekConfig] = {"v4": V4_PRO, "v32": V3_2}
 PROVENANCE = {"quantisation", "other"}
 DSPARK = Dspark(target_layer_ids=(2, 3, 4), markov_rank=32, block_size=5, noise_token_id=9)
 # What no field of that type may be: a number in quotes, a flag, a fraction, nothing, too small.
@@ -185,7 +186,7 @@ def test_small_models_hold_every_kind_of_layer() -> None:
 
 
 @given(configs())
-def test_a_record_can_be_hashed_and_sent_to_a_process(config: Config) -> None:
+def test_a_record_can_be_hashed_and_sent_to_a_process(config: DeepSeekConfig) -> None:
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config
     assert hash(copy) == hash(config)
@@ -193,12 +194,12 @@ def test_a_record_can_be_hashed_and_sent_to_a_process(config: Config) -> None:
 
 
 @given(configs())
-def test_provenance_takes_no_part_in_equality(config: Config) -> None:
+def test_provenance_takes_no_part_in_equality(config: DeepSeekConfig) -> None:
     assert replace(config, other={"torch_dtype": "bfloat16"}) == config
 
 
 @given(configs())
-def test_blocks_are_layers_and_drafters(config: Config) -> None:
+def test_blocks_are_layers_and_drafters(config: DeepSeekConfig) -> None:
     blocks = config.blocks
     assert len(blocks) == config.num_hidden_layers + config.drafters
     assert len({block.prefix for block in blocks}) == len(blocks)
@@ -211,7 +212,7 @@ def test_blocks_are_layers_and_drafters(config: Config) -> None:
 # Reading and writing config.json: three spellings, one record, and every way to be unclear.
 
 
-def readable_from(config: Config, spelling: str) -> Config:
+def readable_from(config: DeepSeekConfig, spelling: str) -> DeepSeekConfig:
     """What a record is after a round trip: inference/config.json states less."""
     if spelling != "inference":
         return config
@@ -229,13 +230,13 @@ def readable_from(config: Config, spelling: str) -> Config:
     return replace(config, max_position_embeddings=None, num_nextn_predict_layers=0, yarn=yarn)
 
 
-def is_official(config: Config) -> bool:
+def is_official(config: DeepSeekConfig) -> bool:
     """Tell whether the official code can compute what the config's YaRN says."""
     return config.yarn is None or (config.yarn.rotation_scale == 1 and config.yarn.truncate)
 
 
 @given(configs(), st.sampled_from(SPELLINGS))
-def test_every_spelling_round_trips(config: Config, spelling: str) -> None:
+def test_every_spelling_round_trips(config: DeepSeekConfig, spelling: str) -> None:
     if spelling == "inference" and not is_official(config):
         with pytest.raises(Refused, match=r"official code"):
             config_to_dict(config, spelling)
@@ -247,13 +248,13 @@ def test_every_spelling_round_trips(config: Config, spelling: str) -> None:
 
 
 @given(configs())
-def test_spellings_may_be_mixed(config: Config) -> None:
+def test_spellings_may_be_mixed(config: DeepSeekConfig) -> None:
     raw = config_to_dict(config) | config_to_dict(config, "transformers")
     assert config_from_dict(raw) == config
 
 
 @pytest.mark.parametrize("config", [V4_PRO, V3_2], ids=["v4", "v32"])
-def test_each_missing_field_is_refused_by_name(config: Config) -> None:
+def test_each_missing_field_is_refused_by_name(config: DeepSeekConfig) -> None:
     keys = V4_KEYS if isinstance(config, V4Config) else V32_KEYS
     required = [key.field for key in keys if key.default is REQUIRED]
     required += ["rope_theta"]
@@ -529,7 +530,7 @@ def test_what_is_no_object_is_refused(raw: Any) -> None:
     [[[]], [{}], {"a": []}, {"type": []}, {"main": {"rope_type": {}}}, 10**400, "x", True],
 )
 def test_values_that_no_field_has_are_refused_and_nothing_breaks(
-    config: Config, spelling: str, hostile: Any
+    config: DeepSeekConfig, spelling: str, hostile: Any
 ) -> None:
     raw, read = config_to_dict(config, spelling), 0
     for key, value in raw.items():

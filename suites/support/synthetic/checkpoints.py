@@ -41,7 +41,7 @@ from degarble.harness.formats.quantise import quantise
 from degarble.harness.model.config.config import Config, V32Config
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.layouts import Layout, layout_named
-from degarble.harness.model.parameters import EXPERT, parameter_named, parameters
+from degarble.harness.model.parameters import EXPERT, parameter_named, parameters, routed_experts
 from degarble.harness.model.tensors import PartKind, slots, tensors_of
 from degarble.harness.model.types import Kind
 from degarble.suites.support.synthetic.statistics import Numbers, Statistics, words
@@ -409,7 +409,7 @@ class Parts:
     def _table(self, parameter: Parameter) -> Tensor:
         """Choose different experts for each token."""
         tokens, chosen = parameter.shape
-        experts = self._config.n_routed_experts
+        experts = routed_experts(self._config)
         first = self._numbers.below(f"{parameter.name} first", experts, tokens)
         stride = 1 + self._numbers.below(f"{parameter.name} stride", experts // chosen, tokens)
         ids = (first[:, None] + stride[:, None] * np.arange(chosen)) % experts

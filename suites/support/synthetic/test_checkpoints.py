@@ -22,7 +22,6 @@ from degarble.harness.formats.number_formats import FP8_128X128_UE8M0, MXFP4, NV
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.model.config.config import (
     V4_PRO,
-    Config,
     Dspark,
     V4Config,
     small_v4,
@@ -52,7 +51,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.number_formats import BlockFormat
+    from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 V4 = small_v4(
@@ -77,7 +78,7 @@ V32 = small_v32(
     n_group=1,
     topk_group=1,
 )
-CONFIGS: dict[str, Config] = {
+CONFIGS: dict[str, DeepSeekConfig] = {
     "v4": V4,
     "v32": V32,
     "v4-base": replace(V4, expert_dtype="fp8"),
@@ -212,7 +213,7 @@ def test_any_tensor_can_be_made_alone(name: str, layout: str, folder: Path) -> N
         list(model.chunks("lm_heat.weight"))
 
 
-def dead_experts(found: Held, config: Config) -> set[str]:
+def dead_experts(found: Held, config: DeepSeekConfig) -> set[str]:
     """Tell dead experts by their values."""
     norms = {
         name.rpartition(".")[0]: float(value.float().norm())

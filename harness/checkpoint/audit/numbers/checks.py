@@ -20,6 +20,7 @@ from degarble.harness.checkpoint.audit.table import (
     sentinel,
 )
 from degarble.harness.checkpoint.read.types import shown
+from degarble.harness.model.parameters import routed_experts
 from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Kind
 
@@ -248,13 +249,13 @@ def _check_ids(judging: Judging) -> None:
     if model is None:
         return
     ids = np.array([unit.role.endswith("tid2eid") for unit in table.units], np.bool_)
-    outside = (table["lowest"] < 0) | (table["highest"] >= model.n_routed_experts)
+    outside = (table["lowest"] < 0) | (table["highest"] >= routed_experts(model))
     for index in indices(ids & outside):
         low, high = int(table["lowest"][index]), int(table["highest"][index])
         judging.report(
             rules.ID_OUT_OF_RANGE,
             index,
-            f"names experts {low} to {high}; there are {model.n_routed_experts}.",
+            f"names experts {low} to {high}; there are {routed_experts(model)}.",
             _FIND,
         )
 

@@ -308,7 +308,7 @@ def _report_experts(inventory: Inventory, findings: Findings) -> None:
         scopes[block.is_drafter].update(counts)
         if len(counts) > 1:
             text = ", ".join(f"{count} {weight}" for weight, count in counts.most_common())
-            layer = block.index + (inventory.config.num_hidden_layers if block.is_drafter else 0)
+            layer = block.index + (len(inventory.config.layers) if block.is_drafter else 0)
             findings.add(
                 rules.PARTNERS_FORMAT,
                 FindingLocation(None, f"{block.prefix}.{row}".replace("{e}", "*"), layer),

@@ -496,7 +496,7 @@ class Inventory:
         block = parameter.block
         if block is None:
             return None
-        return block.index + (self.config.num_hidden_layers if block.is_drafter else 0)
+        return block.index + (len(self.config.layers) if block.is_drafter else 0)
 
 
 def take_inventory(names: LogicalNames) -> Inventory:

@@ -24,7 +24,7 @@ from degarble.harness.checkpoint.view.modules import suffix_of
 from degarble.harness.checkpoint.view.quantisation_configs import OTHER_METHODS
 from degarble.harness.model.family import family_of, model_types
 from degarble.harness.model.layouts import FUSED_COMPRESSOR, Spelling
-from degarble.harness.model.parameters import parameter_named, parameters
+from degarble.harness.model.parameters import parameter_named, parameters, routed_experts
 from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
@@ -484,7 +484,7 @@ def _report_missing(inventory: Inventory, findings: Findings) -> None:
             rules.MISSING_EXPERT,
             FindingLocation(None, module.rpartition(".")[0], inventory.layer_of(parameter)),
             f"Expert {expert} of {parameter.block and parameter.block.prefix} has no tensors; the"
-            f" config counts {inventory.config.n_routed_experts} experts.",
+            f" config counts {routed_experts(inventory.config)} experts.",
             "Look for a missing shard, or for pruned experts that the config still counts.",
         )
 
@@ -497,7 +497,7 @@ def _report_block(inventory: Inventory, parameter: Parameter, findings: Findings
         rules.DRAFTER_ABSENT if drafts else rules.MISSING_BLOCK,
         FindingLocation(None, block.prefix, inventory.layer_of(parameter)),
         f"{block.prefix} has no tensors, the config counts"
-        f" {inventory.config.num_hidden_layers} layers and {inventory.config.drafters} drafters.",
+        f" {len(inventory.config.layers)} layers and {inventory.config.drafters} drafters.",
         "Nothing, unless the drafter is wanted." if drafts else "Look for a missing shard.",
     )
 
@@ -587,8 +587,8 @@ def _report_unexpected(table: ModuleTable, inventory: Inventory, findings: Findi
             rules.KNOWN_EXTRA if extra else rules.UNEXPECTED,
             FindingLocation(entry.name, module),
             f"{shown(entry.name)}, {entry.dtype} {list(entry.shape)}, belongs to no parameter of a"
-            f" {config.family} model with {config.num_hidden_layers} layers and"
-            f" {config.n_routed_experts} experts.",
+            f" {config.family} model with {len(config.layers)} layers and"
+            f" {routed_experts(config)} experts.",
             "Nothing; engines make it anew."
             if extra
             else "Check its name: engines skip in silence what they do not know.",

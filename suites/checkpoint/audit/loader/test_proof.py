@@ -78,9 +78,9 @@ from degarble.suites.support.families import LAYOUTS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
     from degarble.suites.checkpoint.audit.loader.loader_vllm import Place
+    from degarble.suites.support.configs import DeepSeekConfig
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_half_a_byte_is_refused() -> None:
 # What ranks hold: anatomy's own list of a rank, and where each element belongs.
 
 RANKS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 4, 1), (2, 4, 2), (2, 1, 3)]
-ENGINES: list[tuple[Config, str]] = [
+ENGINES: list[tuple[DeepSeekConfig, str]] = [
     (V4 if family == V4Config.family else V32, name) for family, name in LAYOUTS if name == "vllm"
 ]
 
@@ -197,7 +197,7 @@ ENGINES: list[tuple[Config, str]] = [
     ],
 )
 def test_a_rank_has_what_anatomy_lists(
-    config: Config, name: str, ranks: tuple[int, int, int]
+    config: DeepSeekConfig, name: str, ranks: tuple[int, int, int]
 ) -> None:
     layout, sharding_plan = layout_named(name, config), plan(config, *ranks)
     found = EngineTargets(config, layout, sharding_plan)(range(sharding_plan.ranks))
@@ -564,7 +564,7 @@ def test_ranks_alike_are_one_row() -> None:
 # is left over on either side with what the proof says is unread and unwritten.
 
 if TYPE_CHECKING:
-    Write = Callable[[Config, str], Path]
+    Write = Callable[[DeepSeekConfig, str], Path]
 
 # Wide enough to be cut into eight: whole blocks, heads and groups for every rank.
 WIDE_V4 = replace(V4, num_attention_heads=8, o_groups=8, n_routed_experts=8)
@@ -584,9 +584,9 @@ FUSED = {"transformers"}  # as an engine does that has no map here
 
 @pytest.fixture(scope="module")
 def proof_written(tmp_path_factory: pytest.TempPathFactory) -> Write:
-    made: dict[tuple[Config, str], Path] = {}
+    made: dict[tuple[DeepSeekConfig, str], Path] = {}
 
-    def write_once(config: Config, layout: str) -> Path:
+    def write_once(config: DeepSeekConfig, layout: str) -> Path:
         if (config, layout) not in made:
             made[config, layout] = write(tmp_path_factory.mktemp("proof") / "c", config, layout)
         return made[config, layout]
@@ -594,7 +594,7 @@ def proof_written(tmp_path_factory: pytest.TempPathFactory) -> Write:
     return write_once
 
 
-def places(names: list[str], config: Config, layout: str) -> dict[str, Place]:
+def places(names: list[str], config: DeepSeekConfig, layout: str) -> dict[str, Place]:
     """Say where vLLM puts every stored tensor of a layout that it reads itself."""
     if isinstance(config, V4Config):
         nvfp4 = layout == "nvfp4-experts"
@@ -619,7 +619,7 @@ def places(names: list[str], config: Config, layout: str) -> dict[str, Place]:
     ids=["V4", "V4 NVFP4", "V4 BF16", "V3.2", "V3.2 NVFP4"],
 )
 def test_every_element_lies_where_vllm_puts_it(
-    proof_written: Write, config: Config, layout: str, ranks: Ranks
+    proof_written: Write, config: DeepSeekConfig, layout: str, ranks: Ranks
 ) -> None:
     proof = proven(proof_written(config, layout), {"base": "vllm", **ranks._asdict()})
     stored = numbered(proof)
@@ -728,9 +728,9 @@ def test_alike_writes_are_the_single_ones(
 
 @pytest.fixture(scope="module")
 def loader_queries_written(tmp_path_factory: pytest.TempPathFactory) -> Write:
-    made: dict[tuple[Config, str], Path] = {}
+    made: dict[tuple[DeepSeekConfig, str], Path] = {}
 
-    def write_once(config: Config, layout: str) -> Path:
+    def write_once(config: DeepSeekConfig, layout: str) -> Path:
         if (config, layout) not in made:
             made[config, layout] = write(tmp_path_factory.mktemp("queries") / "c", config, layout)
         return made[config, layout]
