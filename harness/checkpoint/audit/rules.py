@@ -601,6 +601,12 @@ CAVEAT = AuditRule(
     "the map is the engine's own in every respect",
     "vLLM 0.33 models/deepseek_v4/nvidia/model.py: its mapper knows DeepSeek's names alone",
 )
+UNDECIDED = AuditRule(
+    "loader.undecided",
+    Level.NOTE,
+    "the engine's source says plainly where every tensor goes",
+    "vLLM 0.26 models: a load_weights that changes names in code of its own",
+)
 DEAD_RULE = AuditRule(
     "loader.dead_rule",
     Level.NOTE,

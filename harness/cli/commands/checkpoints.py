@@ -40,6 +40,15 @@ class AuditOptions:
             " or a YAML file.",
         ),
     ] = None
+    vllm_source: Annotated[
+        Path | None,
+        typer.Option(
+            "--vllm-source",
+            metavar="DIR",
+            help="Folder with vLLM's Python source, which --loader vllm reads and never runs;"
+            " the installed vLLM if left out.",
+        ),
+    ] = None
     only: Annotated[
         str | None,
         typer.Option(
@@ -71,8 +80,9 @@ def audit(options: AuditOptions, terminal: Terminal) -> int:
     from degarble.harness.report.page import provenance  # noqa: PLC0415
 
     wanted = run.AuditRequest(
-        options.checkpoint, options.only is None, options.loader, options.against
-    )
+        options.checkpoint, options.only is None, options.loader, options.against,
+        options.vllm_source,
+    )  # fmt: skip
     with spread(terminal) as workers:
         found = run.audit(wanted, workers, partial(terminal.work, "audit"))
     text = _command(options, found.subject.name)
@@ -90,6 +100,12 @@ def _check(options: AuditOptions, terminal: Terminal) -> None:
     """Refuse what is wrong before the long walk over the bytes."""
     values.existing("CKPT", options.checkpoint)
     values.existing("--against", options.against)
+    values.existing("--vllm-source", options.vllm_source)
+    if options.vllm_source is not None and options.loader is None:
+        raise InvalidArgument(
+            "--vllm-source", str(options.vllm_source), "--loader vllm beside it",
+            "Add --loader vllm.",
+        )  # fmt: skip
     values.one_of("--only", options.only, ONLY)
     if options.loader is not None:
         name = options.loader.partition(":")[0] or options.loader
@@ -120,6 +136,8 @@ def _command(options: AuditOptions, name: str) -> str:
         parts += ["--against", options.against.resolve().name]
     if options.loader is not None:
         parts += ["--loader", Path(options.loader).name]
+    if options.vllm_source is not None:
+        parts += ["--vllm-source", options.vllm_source.resolve().name]
     if options.only is not None:
         parts += ["--only", options.only]
     return " ".join(parts)

@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.checkpoint.audit.findings import format_ranges, in_order
@@ -26,7 +26,7 @@ from degarble.harness.checkpoint.audit.structure.manifest_check import (
     require_as_written,
 )
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
-from degarble.harness.checkpoint.read.types import ProblemKind
+from degarble.harness.checkpoint.read.types import ProblemKind, shown
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.report.progress import Progress, duration, size
 from degarble.harness.report.verdict import Verdict
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.checkpoint.audit.findings import Finding
+    from degarble.harness.checkpoint.audit.loader.derived_maps import DerivedEngine
     from degarble.harness.checkpoint.audit.loader.engine_maps import Ranks
     from degarble.harness.checkpoint.audit.loader.maps import LoaderMap
     from degarble.harness.checkpoint.audit.loader.proof import LoaderProof
@@ -115,6 +116,7 @@ class AuditRequest:
     numbers: bool = True
     loader: str | None = None
     against: Path | None = None
+    vllm_source: Path | None = None  # a folder with vLLM's source; None: the installed vLLM, if any
 
 
 @dataclass(frozen=True)
@@ -272,24 +274,58 @@ def audit(wanted: AuditRequest, workers: Workers = 1, listen: Listen | None = No
         return steps.audit()
 
 
-def derived_loader(checkpoint: Checkpoint, engine: str, ranks: Ranks) -> LoaderMap:
+PACKING_TABLE = "degarble's own packing table"
+
+
+def derived_loader(
+    checkpoint: Checkpoint, engine: str, ranks: Ranks, vllm_source: Path | None = None
+) -> LoaderMap:
     """Return the map of an engine for a model that transformers alone describes."""
     # Torch and transformers, which no other part of an audit needs.
-    from degarble.harness.capture.engine.derived import PACKED  # noqa: PLC0415
     from degarble.harness.checkpoint.audit.loader.derived_maps import (  # noqa: PLC0415
         DerivedEngine,
         derived_map,
     )
     from degarble.harness.inference.traced import naming_rules, traced_config  # noqa: PLC0415
 
-    engines = {
-        "transformers": DerivedEngine("transformers"),
-        "vllm": DerivedEngine("vllm", PACKED, ("w13", "w2")),
-    }
-    if engine not in engines:
-        raise UnknownName.among("loader map", engine, engines)
+    if engine not in ("transformers", "vllm"):
+        raise UnknownName.among("loader map", engine, ("transformers", "vllm"))
     config = traced_config(checkpoint)
-    return derived_map(checkpoint, config, naming_rules(config), engines[engine], ranks)
+    names = naming_rules(config)
+    chosen = DerivedEngine(engine)
+    if engine == "vllm":
+        chosen = _vllm(_stated(names.model.config), checkpoint.config, vllm_source)
+    return derived_map(checkpoint, config, names, chosen, ranks)
+
+
+def _stated(config: Any) -> dict[str, Any]:
+    """Return what a config of transformers answers: properties and other spellings as well."""
+    found: dict[str, Any] = config.to_dict()
+    for name in {*dir(config), *config.attribute_map} - found.keys():
+        value = None if name.startswith("_") else getattr(config, name, None)
+        if isinstance(value, (str, int, float, list, dict)):
+            found[name] = value
+    return found
+
+
+def _vllm(
+    config: Mapping[str, Any], stated: Mapping[str, Any], folder: Path | None
+) -> DerivedEngine:
+    """Return what vLLM's own source says of a model's class, or our packing table."""
+    from degarble.harness.capture.engine.derived import PACKED  # noqa: PLC0415  torch, as above
+    from degarble.harness.checkpoint.audit.loader.derived_maps import DerivedEngine  # noqa: PLC0415
+    from degarble.harness.checkpoint.audit.loader.engine_sources import EngineSource  # noqa: PLC0415
+
+    table = partial(DerivedEngine, "vllm", PACKED, ("w13", "w2"))
+    source = EngineSource.installed() if folder is None else EngineSource.at(folder)
+    if source is None:
+        return table(origin=f"{PACKING_TABLE}: no vLLM is installed, and --vllm-source names none")
+    architecture = next(iter(stated.get("architectures") or ()), "")
+    loader = source.loader(architecture, config)
+    if loader is None:
+        without = f"{source.name} has no text model of its own for {shown(architecture or '?')}"
+        return table(origin=f"{PACKING_TABLE}: {without}")
+    return table(loader=loader, origin=loader.origin)
 
 
 class _Steps:
@@ -330,13 +366,17 @@ class _Steps:
         from degarble.harness.checkpoint.audit.loader.proof import prove  # noqa: PLC0415
 
         chosen = read_loader_map(
-            self._wanted.loader, self._checkpoint, partial(derived_loader, self._checkpoint)
+            self._wanted.loader,
+            self._checkpoint,
+            partial(derived_loader, self._checkpoint, vllm_source=self._wanted.vllm_source),
         )
         self._loader = proof = prove(self._checkpoint, chosen)
         self._findings += proof.findings
         ranks, counts = len(proof.ranks), proof.counts
+        derived = chosen.derived
+        origin = "" if derived is None or not derived.origin else f", by {derived.origin},"
         self._texts[LOADER] = (
-            f"map {chosen.name} on {places(ranks, 'rank')}:"
+            f"map {chosen.name}{origin} on {places(ranks, 'rank')}:"
             f" {counts['transfers']:,} writes to {counts['parameters']:,} parameters."
             if not proof.stopped
             else f"map {chosen.name}: partners do not fit into its fused parameters; nothing else"

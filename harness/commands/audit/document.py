@@ -303,6 +303,7 @@ def _loader(proof: LoaderProof) -> dict[str, Any]:
     chosen = proof.map
     return {
         "map": chosen.name,
+        "origin": "" if chosen.derived is None else chosen.derived.origin,
         "ranks": {"tp": chosen.tp, "ep": chosen.ep, "pp": chosen.pp, "proven": list(proof.ranks)},
         "counts": proof.summary(),
         "shares": [share.to_json() for share in rank_shares(proof)],

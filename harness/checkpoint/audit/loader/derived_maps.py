@@ -2,8 +2,9 @@
 
 Which tensors belong to a model follows from its parameters and transformers' conversion mapping;
 which parts each of them has (codes, scales) from its partners: the same module of other layers and
-experts. An engine that fuses modules holds their parts as slots, in the order of its packing;
-experts that files hold one by one are slots of a stack.
+experts. An engine that fuses modules holds their parts as slots; experts that files hold one by one
+are slots of a stack. Where the engine's source was read (engine_sources.py), it says which; a
+packing table says it where there is no source, and for names whose way through it is not plain.
 
 A file of rules may start from such a map (`base`). Its own rules come first, and are judged by what
 belongs in each slot.
@@ -18,11 +19,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, Refused
+from degarble.harness.checkpoint.audit.loader.engine_sources import Cut
 from degarble.harness.checkpoint.audit.loader.maps import (
     DerivedNames,
     ListedParameter,
     LoaderMap,
     NameOutcome,
+    RankCut,
     ResolvedName,
 )
 from degarble.harness.checkpoint.audit.structure.inventory import (
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from degarble.harness.checkpoint.audit.loader.engine_maps import Ranks
+    from degarble.harness.checkpoint.audit.loader.engine_sources import ModelLoader
     from degarble.harness.checkpoint.view.converted import NamingRules, ParameterSource
     from degarble.harness.checkpoint.view.view import Checkpoint
 
@@ -58,12 +62,15 @@ class DerivedEngine:
     """How an engine names and fuses the modules of a model.
 
     `packed`: the parts of each fused module, in order. `stacks`: names of the stacks of experts'
-    first and second matrices; None where they are those of transformers.
+    first and second matrices; None where they are those of transformers. `loader`: what the
+    engine's own source says; it comes first. `origin`: where all this is from, for reports.
     """
 
     name: str
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacks: tuple[str, str] | None = None
+    loader: ModelLoader | None = None
+    origin: str = ""
 
 
 class _Module(NamedTuple):
@@ -94,17 +101,19 @@ class _Place(NamedTuple):
     part: PartKind
     like: _Part
     parameter: Parameter
+    cut: Cut = Cut()
 
 
 def derived_map(
     checkpoint: Checkpoint, config: Any, rules: NamingRules, engine: DerivedEngine, ranks: Ranks
 ) -> LoaderMap:
     """Return the map by which an engine loads a model that transformers describes."""
-    if ranks.tp != 1 or ranks.pp != 1:
+    if ranks.pp != 1 or (ranks.tp != 1 and engine.loader is None):
         raise InvalidArgument(
             f"ranks of {engine.name}", f"tp={ranks.tp}, pp={ranks.pp}",
-            "tp=1, pp=1: how this engine cuts the parameters of this model is not derived",
-            f"Pass --loader {engine.name}, or a file that lists a rank's parameters and splits.",
+            "pp=1, and tp=1 without the engine's source: how it cuts parameters is not derived",
+            f"Pass --loader {engine.name}, --vllm-source DIR, or a file that lists a rank's"
+            " parameters and splits.",
         )  # fmt: skip
     return _Deriving(checkpoint, config, rules, engine).map(ranks)
 
@@ -118,6 +127,7 @@ class _Deriving:
         self._checkpoint, self._config = checkpoint, config
         self._rules, self._engine = rules, engine
         self._converted = ConvertedWeights(checkpoint, rules)
+        self._undecided: list[str] = []
         self._modules = {each.name: each for each in self._expected()}
         self._parts = {name: self._stored(name) for name in self._modules}
         self._likes = self._likenesses()
@@ -136,9 +146,13 @@ class _Deriving:
                 check = ModuleCheck(BF16 if plain else None)
                 inventory.stored.append(StoredParameter(parameter, module.name, check))
             for part, like in self._wanted(module).items():
-                place = self._place(module, part, like, parameter)
-                places[place.target].setdefault(place.key, place)
                 entry = parts.get(part)
+                place = self._place(module, part, like, parameter)
+                if isinstance(place, str):  # the engine has no such parameter
+                    if entry is not None:
+                        resolved[entry.name] = ResolvedName(NameOutcome.DROPPED, place)
+                    continue
+                places[place.target].setdefault(place.key, place)
                 if entry is not None:
                     resolved[entry.name] = ResolvedName(
                         NameOutcome.PLACED, place.target,
@@ -150,9 +164,14 @@ class _Deriving:
             for target, members in places.items()
         }
         listed = tuple(_listed(target, members, ranks) for target, members in places.items())
+        cuts = {target: _rank_cut(target, members, ranks) for target, members in places.items()}
         return LoaderMap(
             f"{self._engine.name} for {self._config.raw.get('model_type')}", listed, *ranks,
-            derived=DerivedNames(inventory, resolved, holds, self._unexpected, self._tied_apart()),
+            derived=DerivedNames(
+                inventory, resolved, holds, self._unexpected, self._tied_apart(),
+                {target: cut for target, cut in cuts.items() if cut is not None},
+                self._engine.origin, tuple(self._undecided),
+            ),
         )  # fmt: skip
 
     # ----------------------------------------------------------------------------------------------
@@ -281,7 +300,30 @@ class _Deriving:
         row = Row(name, module.parameter, "", Kind.PLAIN, Dtype.BF16, name)
         return Parameter(name, shape, row, block, module.expert)
 
-    def _place(self, module: _Module, part: PartKind, like: _Part, parameter: Parameter) -> _Place:
+    def _place(
+        self, module: _Module, part: PartKind, like: _Part, parameter: Parameter
+    ) -> _Place | str:
+        """Return where a part belongs; a name alone where the engine has no such parameter."""
+        stored = f"{module.name}{like.suffix}"
+        if self._engine.loader is not None:
+            found = self._engine.loader.place(stored)
+            # A fused parameter of which the model lacks a part is loaded in a way not followed.
+            whole = all(self._has_tensor(each) for each in found.partners)
+            if found.target and whole:
+                key = (found.expert, found.slot)
+                return _Place(found.target, key, found.slots, part, like, parameter, found.cut)
+            if found.certain and not found.target:
+                return found.renamed
+            self._undecided.append(stored)
+        return self._by_table(module, part, like, parameter)
+
+    def _has_tensor(self, name: str) -> bool:
+        owner, tail = _owner(name)
+        return owner in self._modules or self._has(_owner_module(owner, tail))
+
+    def _by_table(
+        self, module: _Module, part: PartKind, like: _Part, parameter: Parameter
+    ) -> _Place:
         suffix = like.suffix
         if module.expert is not None:
             stack = module.parameter.removesuffix(".weight")
@@ -362,8 +404,52 @@ def _listed(
                 "ep", ranks.ep, f"a divisor of the {count} experts of {shown(target)}",
                 "Choose another number of expert-parallel ranks.",
             )  # fmt: skip
-        return ListedParameter(
-            target, first.like.dtype, (count // ranks.ep, *(shape or (1,))),
-            extents if fused else (), experts=True,
+        shape = (count // ranks.ep, *(shape or (1,)))
+    cut = _rank_cut(target, members, ranks)
+    if cut is not None:
+        axis = cut.dim + bool(experts)
+        if fused and cut.dim == 0:
+            extents = tuple(e // pieces for e, pieces in zip(extents, cut.pieces, strict=True))
+        extent = sum(extents) if fused and cut.dim == 0 else shape[axis] // cut.pieces[0]
+        shape = (*shape[:axis], extent, *shape[axis + 1 :])
+    return ListedParameter(
+        target, first.like.dtype, shape, extents if fused else (), experts=bool(experts)
+    )
+
+
+_BY_INPUTS = (".qweight", ".qzeros", ".scales")  # AWQ and GPTQ hold [inputs, outputs]
+_ROWS_OF_A_VOCABULARY = 64  # vLLM pads their number to a multiple
+
+
+def _rank_cut(
+    target: str, members: Mapping[tuple[int | None, int], _Place], ranks: Ranks
+) -> RankCut | None:
+    """Return how ranks share a parameter; None where each has all of it."""
+    first = next(iter(members.values()))
+    cut, shape = first.cut, first.like.shape
+    if ranks.tp == 1 or (ranks.ep > 1 and first.key[0] is not None) or not shape:
+        return None
+    if not cut.known:
+        raise InvalidArgument(
+            "tp", ranks.tp, f"1: how vLLM cuts {shown(target)} is not plain from its source",
+            "Pass a file that lists a rank's parameters and splits.",
         )  # fmt: skip
-    return ListedParameter(target, first.like.dtype, shape, extents if fused else ())
+    if cut.dim is None:
+        return None
+    dim = 1 - cut.dim if first.like.suffix in _BY_INPUTS else cut.dim
+    by_slot = {key[1]: place.like.shape for key, place in members.items()}
+    shapes = [by_slot.get(slot, shape) for slot in range(first.slots)]
+    if dim >= len(shape) or all(each[dim] == 1 for each in shapes):
+        return None  # one scale, or a bias of all ranks' sum
+    pieces = [ranks.tp] * first.slots
+    if cut.heads is not None and first.slots == 3:
+        pieces[1:] = [min(ranks.tp, cut.heads)] * 2  # each key head lies on several ranks
+    unit = _ROWS_OF_A_VOCABULARY if cut.padded else 1
+    for extent, count in zip((each[dim] for each in shapes), pieces, strict=True):
+        if extent % count or ranks.tp % count or extent % unit:
+            raise InvalidArgument(
+                "tp", ranks.tp, f"a divisor of {extent}, dimension {dim} of {shown(target)}"
+                + (f", in multiples of {unit} rows" if unit > 1 else ""),
+                "Choose another number of ranks.",
+            )  # fmt: skip
+    return RankCut(dim, tuple(pieces))

@@ -282,6 +282,15 @@ class LoaderFindings:
                 "Set tie_word_embeddings to false in config.json if they are two weights.",
             )
 
+        for name in derived.undecided:
+            self._findings.add(
+                rules.UNDECIDED,
+                FindingLocation(name, None, self._layer(None, name), "source"),
+                f"{shown(name)}: where it goes is not plain from {derived.origin}; degarble's"
+                " packing table placed it.",
+                "Compare with the engine's own parameters, or state the rule in a map.",
+            )
+
     def elsewhere(self, pattern: str, reason: str) -> None:
         """Add a tensor that another loader reads."""
         self._findings.add(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -231,11 +231,22 @@ class EngineLayout:
         return self.layout if isinstance(self.layout, str) else self.layout.name
 
 
+class RankCut(NamedTuple):
+    """A dimension of a stored tensor that ranks share, and into how many pieces in each slot.
+
+    Fewer pieces than ranks: neighbouring ranks hold the same one (key heads).
+    """
+
+    dim: int
+    pieces: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class DerivedNames:
     """What a derived map knows: the model's tensors, where each goes, and what belongs in a slot.
 
-    `holds`: by target and (expert, slot), the parameter and its part.
+    `holds`: by target and (expert, slot), the parameter and its part. `cuts`: of parameters that
+    ranks share. `origin`: what said so, for reports; `undecided`: tensors of which it does not.
     """
 
     inventory: Inventory
@@ -243,6 +254,9 @@ class DerivedNames:
     holds: Mapping[str, Mapping[tuple[int | None, int], tuple[Parameter, PartKind]]]
     unexpected: tuple[str, ...] = ()  # stored tensors that the model does not have
     tied_apart: tuple[tuple[str, str], ...] = ()  # one parameter stored twice, with two values
+    cuts: Mapping[str, RankCut] = field(default_factory=dict)
+    origin: str = ""
+    undecided: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.checkpoint.audit.loader.findings import NO_SLOT, judge_write, piece
-from degarble.harness.checkpoint.audit.loader.maps import NameOutcome, NameRules, Splits
+from degarble.harness.checkpoint.audit.loader.maps import NameOutcome, NameRules, Split, Splits
 from degarble.harness.checkpoint.audit.loader.sources import Conversions, identified
 from degarble.harness.checkpoint.audit.loader.targets import Member, cover
 from degarble.harness.checkpoint.read.types import shown
@@ -252,6 +252,8 @@ class Writer:
         self.routes = routes
         self.splits = Splits(loader_map.split)
         self._tp = loader_map.tp
+        derived = loader_map.derived
+        self._cuts = {} if derived is None else derived.cuts
         self._uniform: dict[str, tuple[RoutedTensor, ...]] = {}
         self._belongs: dict[str, tuple[object, range | None, bool]] = {}
 
@@ -270,7 +272,7 @@ class Writer:
         alike = []
         for source, slot in group:
             _, member = _member(target, 0 if target.stacked else None, slot)
-            taken, wrong = self._judged(held, target, source, member)
+            taken, wrong = self._judged(held, target, RoutedTensor(source, slot), member)
             if wrong is not None:
                 return ()
             alike.append(EqualWrites(slot, experts, taken))
@@ -343,20 +345,27 @@ class Writer:
                 key, member = _member(target, local, slot)
                 truth = held.truth(member)
                 if truth is not None and source.parameter is not truth.parameter:
-                    yield AttemptedWrite(
-                        source, key, member, *self._judged(held, target, source, member)
-                    )
+                    judged = self._judged(held, target, RoutedTensor(source, slot), member)
+                    yield AttemptedWrite(source, key, member, *judged)
                     continue
                 kind = (key and key[1], source.shape, source.dtype, source.part)
                 found = alike.get(kind)
                 if found is None:
-                    found = alike[kind] = self._judged(held, target, source, member)
+                    found = self._judged(held, target, RoutedTensor(source, slot), member)
+                    alike[kind] = found
                 yield AttemptedWrite(source, key, member, *found)
 
     def _judged(
-        self, held: RankTargets, target: TargetParameter, source: SourceTensor, member: Member
+        self, held: RankTargets, target: TargetParameter, placed: RoutedTensor, member: Member
     ) -> tuple[Box, WrongWrite | None]:
-        taken = piece(source.shape, self.splits.rule_for(target.name), self._tp, held.tp_rank)
+        source, cut = placed.source, self._cuts.get(target.name)
+        if cut is None or self.splits.rule_for(target.name) is not None:
+            taken = piece(source.shape, self.splits.rule_for(target.name), self._tp, held.tp_rank)
+        else:
+            slot = placed.slot or 0
+            pieces = cut.pieces[slot] if slot < len(cut.pieces) else self._tp
+            number = held.tp_rank * pieces // self._tp
+            taken = piece(source.shape, Split("cut", cut.dim), pieces, number)
         truth = held.truth(member)
         return taken, judge_write(source, taken, target.dtype, member, truth)
 
