@@ -27,6 +27,7 @@ from degarble.harness.engine.recover.numbers import (
     scale_values,
 )
 from degarble.harness.engine.recover.operands import StoredOperand
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.quantise import dequantise, quantise
@@ -50,6 +51,7 @@ _ROUNDING = 2.0**-7
 _TINY = 1e-300
 
 
+@operation
 @dataclass(frozen=True, eq=False)
 class OperandChange:
     """What was done to an operand: words that follow its name, and the numbers it had.
@@ -60,7 +62,7 @@ class OperandChange:
     words: str
     apply: Function
     constant: bool = False
-    table: tuple[str, ...] = ()
+    table: tuple[str, ...] = field(default=(), metadata={"stated": False})
     gain: float | None = None  # a factor on these numbers, which is to be fitted
 
     def numbers(self, operand: StoredOperand) -> Tensor:
@@ -205,52 +207,64 @@ def _proposed(equations: Equations, some: Equations, *, constant: bool) -> Itera
 # ---- parts that a function is applied to ---------------------------------------------------------
 
 
+@operation
 def _on_numbers(of: Numbers, operand: StoredOperand) -> Tensor:
     return of(operand.numbers)
 
 
+@operation
 def _on_scaled_elements(of: Numbers, operand: StoredOperand) -> Tensor:
     return of(operand.values * operand.spread(operand.scales)) * operand.factor
 
 
+@operation
 def _on_scale_products(of: Numbers, operand: StoredOperand) -> Tensor:
     return operand.values * operand.spread(of(operand.scales * operand.factor))
 
 
+@operation
 def _on_factor(of: Numbers, operand: StoredOperand) -> Tensor:
     return replace(operand, factor=of(operand.factor)).numbers
 
 
+@operation
 def _on_scales(of: Numbers, operand: StoredOperand) -> Tensor:
     return replace(operand, scales=of(operand.scales).double()).numbers
 
 
+@operation
 def _on_scale_codes(of: Numbers, operand: StoredOperand) -> Tensor:
     assert operand.scale_codes is not None, "a reading of codes"
     return replace(operand, scales=of(operand.scale_codes).double()).numbers
 
 
+@operation
 def _on_scale_table(read: Mapping[int, float], operand: StoredOperand) -> Tensor:
     return replace(operand, scales=_by_table(operand.scales, operand.scale_codes, read)).numbers
 
 
+@operation
 def _on_elements(of: Numbers, operand: StoredOperand) -> Tensor:
     return replace(operand, values=of(operand.values)).numbers
 
 
+@operation
 def _on_codes(of: Numbers, operand: StoredOperand) -> Tensor:
     assert operand.codes is not None, "a reading of codes"
     return replace(operand, values=of(operand.codes)).numbers
 
 
+@operation
 def _on_element_table(read: Mapping[int, float], operand: StoredOperand) -> Tensor:
     return replace(operand, values=_by_table(operand.values, operand.codes, read)).numbers
 
 
+@operation
 def _in_columns(chosen: Tensor, of: Numbers, values: Tensor) -> Tensor:
     return torch.where(chosen, of(values), values)
 
 
+@operation
 def _columns_of(of: Callable[[int], Tensor], matrix: Tensor) -> Tensor:
     return matrix[:, of(matrix.shape[1])]
 
@@ -283,6 +297,7 @@ def _by_formats(operand: StoredOperand) -> Iterator[OperandChange]:
             )
 
 
+@operation
 def requantised(form: BlockFormat, numbers: Tensor) -> Tensor:
     """Return numbers after a quantisation to a format, scales included."""
     return dequantise(quantise(numbers.float().contiguous(), form, CANONICAL), torch.float64)
@@ -359,6 +374,7 @@ def _by_scales(some: Equations) -> Iterator[OperandChange]:
             yield OperandChange(words, partial(_on_scales, of))
 
 
+@operation
 def _of_first(dims: tuple[int, ...], scales: Tensor) -> Tensor:
     first = scales
     for dim in dims:
@@ -366,10 +382,12 @@ def _of_first(dims: tuple[int, ...], scales: Tensor) -> Tensor:
     return first.expand_as(scales)
 
 
+@operation
 def _of_largest(dims: tuple[int, ...], scales: Tensor) -> Tensor:
     return scales.amax(dims, keepdim=True).expand_as(scales)
 
 
+@operation
 def _always(made: Tensor, _own: Tensor) -> Tensor:
     return made
 
@@ -530,6 +548,7 @@ def _as_codes(operand: StoredOperand, used: Tensor, error: Tensor) -> Tensor:
     return torch.where((near - used).abs() <= NEAR * error + EXACT * near.abs(), near, used)
 
 
+@operation
 def _taken(of: Callable[[int, int], Tensor], matrix: Tensor) -> Tensor:
     where, flat = of(*matrix.shape), matrix.reshape(-1)
     made = torch.where(where < 0, 0.0, flat[where.clamp(min=0)])
@@ -713,6 +732,7 @@ def _place_words(words: str, of: str) -> str:
     return words
 
 
+@operation
 def _columns_moved(what: str, of: Callable[[int], Tensor], operand: StoredOperand) -> Tensor:
     index = of(operand.values.shape[1])
     if what == "numbers":
@@ -720,6 +740,7 @@ def _columns_moved(what: str, of: Callable[[int], Tensor], operand: StoredOperan
     return replace(operand, values=operand.values[:, index]).numbers
 
 
+@operation
 def _rows_moved(what: str, of: Callable[[int], Tensor], operand: StoredOperand) -> Tensor:
     source = operand.of_rows(of(len(operand.values)))
     match what:

@@ -40,6 +40,7 @@ from degarble.harness.engine.recover.maps import (
 from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
 from degarble.harness.engine.recover.quantisers import decoded_input, quantiser_edits
 from degarble.harness.engine.recover.responses import recovered_input, seen_rows
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.engine.recover.vectors import used_vectors
 from degarble.harness.engine.recover.weights import (
     CopiedRow,
@@ -419,6 +420,7 @@ def _of_output(
 _EPILOGUE = "Look at how results are stored: epilogue, offsets of rows and tiles, casts."
 
 
+@operation
 def mapped(
     output: str,
     of: Callable[[Tensor], Tensor],
@@ -447,6 +449,7 @@ def _by_extents(sides: Sides, like: Tensor) -> Iterator[tuple[int, Rule]]:
     yield from ((wide, rule) for rule in rows_rolled(own))
 
 
+@operation
 def in_rows(of: Callable[[Tensor], Tensor], wide: int, right: Tensor) -> Tensor:
     """Return numbers of which rows of so many were changed."""
     if right.numel() % wide:
@@ -517,6 +520,7 @@ def _sums(sides: Sides, record: CallRecord) -> Iterator[FaultVariant]:
             yield FaultVariant(words, with_outputs(partial(added_to, sides.output, name, factor)))
 
 
+@operation
 def added_to(
     output: str,
     name: str,

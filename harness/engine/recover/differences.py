@@ -20,6 +20,7 @@ import torch
 
 from degarble.harness.engine.recover.maps import Sides, moved, simplest
 from degarble.harness.engine.recover.numbers import functions
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.report.number_text import number
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Rule(NamedTuple):
     again: Callable[[float], Rule] | None = None
 
 
+@operation
 class Lines(NamedTuple):
     """Some rows or columns: words, empty for all of them, and which of `n` they are."""
 
@@ -91,6 +93,7 @@ def rules_of(sides: Sides, *, rows: bool = False) -> Iterator[Rule]:
             yield change.rule(*part)
 
 
+@operation
 def _applied(of: Function, rows: Lines, columns: Lines, right: Tensor) -> Tensor:
     high, wide = right.shape
     where = rows.of(high)[:, None] & columns.of(wide)[None]
@@ -159,12 +162,14 @@ def _of_tokens(wrong: Tensor) -> list[Lines]:
     ]  # fmt: skip
 
 
+@operation
 def _between(ends: tuple[int, int | None, int], count: int) -> Tensor:
     made = torch.zeros(count, dtype=torch.bool)
     made[slice(*ends)] = True
     return made
 
 
+@operation
 def _among(chosen: Tensor, count: int) -> Tensor:
     return chosen if len(chosen) == count else torch.zeros(count, dtype=torch.bool)
 
@@ -264,6 +269,7 @@ def _exchanged(seen: Tensor, right: Tensor) -> Iterator[_Change]:
     yield _Change(words, partial(by_value, read), whole=True)
 
 
+@operation
 def by_value(read: Mapping[int, int] | Mapping[float, float], right: Tensor) -> Tensor:
     """Return numbers of which some stand for others."""
     made = right.clone()
@@ -320,6 +326,7 @@ def _moved_change(places: Tensor, kind: str, dim: int) -> _Change:
     return _Change(words, partial(_taken, places, dim), table, whole=True)
 
 
+@operation
 def _taken(places: Tensor, dim: int, right: Tensor) -> Tensor:
     if right.shape[dim] != len(places):
         return right  # of another extent: nothing is known of it
@@ -376,6 +383,7 @@ def _transposed(sides: Sides, wrong: Tensor) -> Iterator[_Change]:
             return
 
 
+@operation
 def _turned(index: tuple[Tensor, Tensor], right: Tensor) -> Tensor:
     made = right.clone()
     made[index] = right[index].T

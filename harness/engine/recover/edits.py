@@ -38,6 +38,7 @@ from degarble.harness.engine.faults.weight_faults import numbers_of
 from degarble.harness.engine.recover.changes import requantised
 from degarble.harness.engine.recover.maps import simplest
 from degarble.harness.engine.recover.numbers import functions, places
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number
@@ -136,11 +137,13 @@ def _named(output: str, outputs: Tensors) -> str:
     return "the output" if len(outputs) == 1 else f"the output {output}"
 
 
+@operation
 def _input_as_output(name: str, out: str, inputs: Tensors, outputs: Tensors) -> Tensors:
     right = outputs[out]
     return {**outputs, out: inputs[name].reshape(right.shape).to(right.dtype)}
 
 
+@operation
 def _exchanged(one: str, other: str, _inputs: Tensors, outputs: Tensors) -> Tensors:
     return {**outputs, one: outputs[other]}
 
@@ -186,6 +189,7 @@ def _of_weights(context: ComponentContext) -> Iterator[FaultVariant]:
                 yield FaultVariant(words, with_weights(made))
 
 
+@operation
 def _of_sibling(sibling: ComponentContext, name: str, weight: Weight) -> Weight:
     parts = name.split(".")
     for other, held in dict(sibling.weights).items():
@@ -194,6 +198,7 @@ def _of_sibling(sibling: ComponentContext, name: str, weight: Weight) -> Weight:
     return weight
 
 
+@operation
 def _by_function(
     names: frozenset[str], of: Callable[[Tensor], Tensor], name: str, weight: Weight
 ) -> Weight:
@@ -202,6 +207,7 @@ def _by_function(
     return Weight(value=of(numbers_of(weight).double()), input_scale=weight.input_scale)
 
 
+@operation
 def _by_places(
     names: frozenset[str], axis: int, of: Callable[[int], Tensor], name: str, weight: Weight
 ) -> Weight:
@@ -266,25 +272,30 @@ def _scaled_input(name: str, factor: float) -> FaultVariant:
     )
 
 
+@operation
 def _times(name: str, factor: float, inputs: Tensors) -> Tensors:
     # Not rounded: what multiplies it may do so in float32.
     return {**inputs, name: (inputs[name].double() * factor).float()}
 
 
+@operation
 def input_by(name: str, of: Callable[[Tensor], Tensor], inputs: Tensors) -> Tensors:
     """Return inputs of which one was changed."""
     return {**inputs, name: of(inputs[name].double()).to(inputs[name].dtype)}
 
 
+@operation
 def _replaced(one: str, other: str, inputs: Tensors) -> Tensors:
     return {**inputs, one: inputs[other].to(inputs[one].dtype)}
 
 
+@operation
 def _swapped(one: str, other: str, inputs: Tensors) -> Tensors:
     a, b = inputs[one], inputs[other]
     return {**inputs, one: b.to(a.dtype), other: a.to(b.dtype)}
 
 
+@operation
 def _input_moved(name: str, axis: int, of: Callable[[int], Tensor], inputs: Tensors) -> Tensors:
     tensor = inputs[name]
     return {**inputs, name: tensor.index_select(axis, of(tensor.shape[axis]))}
@@ -322,18 +333,22 @@ def _of_positions(record: CallRecord) -> Iterator[FaultVariant]:
         yield FaultVariant(f"positions are {words}", with_inputs(partial(_positions_by, of)))
 
 
+@operation
 def _counted_rows(positions: Tensor) -> Tensor:
     return torch.arange(len(positions)).to(positions.dtype)
 
 
+@operation
 def _from_first(positions: Tensor) -> Tensor:
     return positions - positions[:1]
 
 
+@operation
 def _zero_above(most: int, positions: Tensor) -> Tensor:
     return torch.where(positions > most, 0, positions)
 
 
+@operation
 def _positions_by(of: Callable[[Tensor], Tensor], inputs: Tensors) -> Tensors:
     return {**inputs, POSITIONS: of(inputs[POSITIONS])}
 
@@ -400,10 +415,12 @@ def _gain(seen: Tensor, exact: Tensor) -> Iterator[tuple[str, Callable[[Tensor],
             yield f"multiplied by {number(value, 4)}", partial(torch.mul, other=value)
 
 
+@operation
 def _through_half(factor: float, x: Tensor) -> Tensor:
     return (x / factor).to(torch.float16).double() * factor
 
 
+@operation
 def _finer(context: ComponentContext, name: str, of: Callable[[Tensor], Tensor], call: Any) -> Any:
     exact = with_facts(context, unrounded_output)(call)
 
@@ -427,6 +444,7 @@ def _by_partial_sums(context: ComponentContext) -> Iterator[FaultVariant]:
                 yield FaultVariant(words, partial(_summed, context, part, dtype))
 
 
+@operation
 def _summed(context: ComponentContext, part: int, dtype: torch.dtype, call: Any) -> Any:
     exact = with_facts(context, unrounded)(call)
 
@@ -506,6 +524,7 @@ def _numbers_in(config: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield f"{prefix}{each.name}", value
 
 
+@operation
 def _with_field(path: str, value: Any, facts: Any) -> Any:
     head, _, rest = path.partition(".")
     if rest:

@@ -18,6 +18,7 @@ import torch
 
 from degarble.harness.engine.faults.regions import box, flat
 from degarble.harness.engine.localise.discrepancy import spans
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.report.number_text import number
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def _moved_lines(sides: Sides, kind: str, dim: int) -> OutputMap | None:
     return OutputMap(sides.output, words, partial(_taken, places=places, dim=dim), here=not dim)
 
 
+@operation
 def _taken(right: Tensor, places: Tensor, dim: int) -> Tensor:
     if right.shape[dim] != len(places):
         return right  # a call of another extent: the map says nothing about it
@@ -183,6 +185,7 @@ def _filled(sides: Sides) -> OutputMap | None:
 Ends = tuple[int, int]
 
 
+@operation
 def _with_filled(
     shape: tuple[int, ...], rows: Ends, columns: Ends, value: float, right: Tensor
 ) -> Tensor:
@@ -229,6 +232,7 @@ def _moved_part(sides: Sides) -> OutputMap | None:
     return OutputMap(sides.output, words, moved_part, here=not everywhere)
 
 
+@operation
 def _with_part(
     shape: tuple[int, ...],
     rows: tuple[int, int, int],
@@ -320,6 +324,7 @@ def _cut(sides: Sides) -> OutputMap | None:
     return None
 
 
+@operation
 def _rounded(x: Tensor, bits: int, rounding: Function) -> Tensor:
     mantissa, exponent = torch.frexp(x)
     scaled = rounding(mantissa * 2.0 ** (bits + 1))

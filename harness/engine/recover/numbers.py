@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.layouts import (
     PACKED_MN,
@@ -86,31 +87,37 @@ def functions() -> tuple[Named, ...]:
     return tuple(found)
 
 
+@operation
 def _negative(x: Tensor) -> Tensor:
     return -torch.relu(-x)
 
 
+@operation
 def _root(x: Tensor) -> Tensor:
     return x.abs().sqrt()
 
 
+@operation
 def power_of_two(x: Tensor, rounding: Function) -> Tensor:
     """Return powers of two near to the magnitudes, with the sign; 0 stays."""
     near = torch.exp2(rounding(torch.log2(x.abs().clamp(min=_TINY))))
     return torch.where(x == 0, 0.0, torch.copysign(near, x))
 
 
+@operation
 def _nearest(logarithm: Tensor) -> Tensor:
     """Round to the power that is nearest as a number, not as a logarithm."""
     low = logarithm.floor()
     return torch.where(torch.exp2(logarithm - low) < 1.5, low, low + 1)
 
 
+@operation
 def cast_to(x: Tensor, form: NumberFormat) -> Tensor:
     """Return numbers rounded to a format, saturated."""
     return decode_array(encode_array(x.float().contiguous(), form), form).to(x.dtype)
 
 
+@operation
 def mantissa_cut(x: Tensor, bits: int, rounding: Function) -> Tensor:
     """Return numbers with so many bits of a mantissa."""
     mantissa, exponent = torch.frexp(x)
@@ -149,6 +156,7 @@ def scale_values(form: NumberFormat) -> Tensor:
     return found
 
 
+@operation
 def _read(codes: Tensor, table: Tensor) -> Tensor:
     return table[codes.long()]
 
@@ -194,26 +202,32 @@ def _divisors(count: int) -> Iterator[int]:
     return (n for n in range(2, count + 1) if count % n == 0 and (n & (n - 1) == 0 or n == count))
 
 
+@operation
 def _rolled(count: int, step: int) -> Tensor:
     return (torch.arange(count) + step) % count
 
 
+@operation
 def _half_away(count: int) -> Tensor:
     return _rolled(count, count // 2)
 
 
+@operation
 def _first(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int64)
 
 
+@operation
 def _reversed(count: int) -> Tensor:
     return torch.arange(count).flip(0)
 
 
+@operation
 def _shifted(count: int, step: int) -> Tensor:
     return (torch.arange(count) + step).clamp(0, count - 1)
 
 
+@operation
 def _exchanged(count: int, mask: int) -> Tensor:
     own = torch.arange(count)
     other = own ^ mask
@@ -228,6 +242,7 @@ def _exchange(width: int, mask: int) -> str:
     return f"exchanged within each {2 * mask} (place XOR {width})"
 
 
+@operation
 def _transposed(count: int, inner: int, wide: int) -> Tensor:
     own = torch.arange(count)
     if wide >= inner or count % inner:
@@ -263,6 +278,7 @@ def grids() -> tuple[PlaceRule, ...]:
     return tuple(found)
 
 
+@operation
 def _as_stored(layout: ScaleLayout, rows: int, columns: int) -> Tensor:
     size = max(layout.storage_size(rows, columns), rows * columns)
     stored = torch.full((size,), -1)
@@ -270,23 +286,28 @@ def _as_stored(layout: ScaleLayout, rows: int, columns: int) -> Tensor:
     return stored[: rows * columns]
 
 
+@operation
 def _as_read(layout: ScaleLayout, rows: int, columns: int) -> Tensor:
     offsets: Tensor = offset_table(layout, rows, columns).flatten()
     return torch.where(offsets < rows * columns, offsets, -1)
 
 
+@operation
 def _twice(layout: ScaleLayout, rows: int, columns: int) -> Tensor:
     once = _as_stored(layout, rows, columns)
     return torch.where(once >= 0, once[once.clamp(min=0)], -1)
 
 
+@operation
 def _columnwise(rows: int, columns: int) -> Tensor:
     return torch.arange(rows * columns).reshape(columns, rows).T.reshape(-1)
 
 
+@operation
 def _rowwise(rows: int, columns: int) -> Tensor:
     return _columnwise(columns, rows)
 
 
+@operation
 def _flat_shift(rows: int, columns: int, step: int) -> Tensor:
     return (torch.arange(rows * columns) + step) % (rows * columns)

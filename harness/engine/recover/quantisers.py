@@ -26,6 +26,7 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.recover.maps import Sides, simplest
 from degarble.harness.engine.recover.numbers import functions, grids, places, readings
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.codec import (
     decode_array,
     encode_array,
@@ -172,13 +173,17 @@ def _quantised(context: ComponentContext, inputs: Tensors, outputs: Tensors) -> 
     codes, scales = _parts(form, outputs)
     x, lead = inputs[X], outputs[CODES].shape[:-1]
     if x.shape[-1] != codes.shape[1]:
-        bare = with_facts(context, lambda own: replace(own, formats={}))(context.call)
+        bare = with_facts(context, _unquantised)(context.call)
         x = bare(inputs, context.weights)["out"]
     if x.ndim < len(lead) + 1:
         x = x.unsqueeze(-2).expand(*lead, x.shape[-1])
     factor = outputs.get(TENSOR_SCALE, torch.ones(())).double().reshape(-1, 1)
     slots = len(codes) // max(1, lead[0])
     return Quantised(form, x.reshape(codes.shape).double(), codes, scales, factor, slots)
+
+
+def _unquantised(facts: Any) -> Any:
+    return replace(facts, formats={})
 
 
 def _parts(form: BlockFormat, outputs: Tensors) -> tuple[Tensor, Tensor]:
@@ -188,6 +193,7 @@ def _parts(form: BlockFormat, outputs: Tensors) -> tuple[Tensor, Tensor]:
     return codes, scales.reshape(-1, scales.shape[-1])
 
 
+@operation
 def _made_anew(
     context: ComponentContext,
     of_scales: Any,
@@ -253,48 +259,59 @@ _ROUNDINGS = {
 }
 
 
+@operation
 def _right(held: Quantised) -> Tensor:
     return held.scales
 
 
+@operation
 def _right_codes(held: Quantised, _scales: Tensor) -> Tensor:
     return held.codes
 
 
+@operation
 def _by_quotients(rounding: Rounding, held: Quantised, scales: Tensor) -> Tensor:
     quotients = held.quotients(scales, held.factor).float()
     return encode_array(quotients, held.form.element, rounding, nan=NanRule.LARGEST)
 
 
+@operation
 def _all_scales(value: Tensor, held: Quantised) -> Tensor:
     return value.expand_as(held.scales)
 
 
+@operation
 def _all_codes(value: Tensor, held: Quantised, _scales: Tensor) -> Tensor:
     return value.expand_as(held.codes)
 
 
+@operation
 def _by_own_factor(of: Callable[[Tensor], Tensor], held: Quantised, scales: Tensor) -> Tensor:
     del scales
     return held.quantised(held.values, of(held.factor))[0]
 
 
+@operation
 def _of_values(of: Callable[[Tensor], Tensor], held: Quantised, scales: Tensor) -> Tensor:
     return _by_quotients(_NEAREST, replace(held, values=of(held.values)), scales)
 
 
+@operation
 def _scales_of(of: Callable[[Tensor], Tensor], held: Quantised) -> Tensor:
     return held.quantised(of(held.values), held.factor)[1]
 
 
+@operation
 def _codes_moved(of: Callable[[int], Tensor], held: Quantised, _scales: Tensor) -> Tensor:
     return held.codes[:, of(held.codes.shape[1])]
 
 
+@operation
 def _blocks_of_scales(of: Callable[[int], Tensor], held: Quantised) -> Tensor:
     return held.scales[:, of(held.scales.shape[1])]
 
 
+@operation
 def _blocks_moved(of: Callable[[int], Tensor], held: Quantised, _scales: Tensor) -> Tensor:
     count = held.scales.shape[1]
     moved: Tensor = held.codes.unflatten(1, (count, -1))[:, of(count)].flatten(1)
@@ -323,22 +340,27 @@ def _scale_ways(held: Quantised, seen: Tensor) -> Iterator[tuple[str, Scales]]:
     yield from _by_last_row(held, seen)
 
 
+@operation
 def _of_part(kept: Tensor, held: Quantised) -> Tensor:
     return held.quantised(torch.where(kept, held.values, 0.0), held.factor)[1]
 
 
+@operation
 def _by_function(of: Callable[[Tensor], Tensor], held: Quantised) -> Tensor:
     return held.coded(of(held.numbers_of(held.scales)))
 
 
+@operation
 def _by_reading(of: Callable[[Tensor], Tensor], held: Quantised) -> Tensor:
     return held.coded(of(held.scales))
 
 
+@operation
 def _rows_of_scales(of: Callable[[int], Tensor], held: Quantised) -> Tensor:
     return held.scales[of(len(held.scales))]
 
 
+@operation
 def _by_grid(of: Callable[[int, int], Tensor], held: Quantised) -> Tensor:
     where, flat = of(*held.scales.shape), held.scales.reshape(-1)
     made = torch.where(where < 0, torch.zeros_like(flat), flat[where.clamp(min=0)])
@@ -355,6 +377,7 @@ def _by_last_row(held: Quantised, seen: Tensor) -> Iterator[tuple[str, Scales]]:
         yield f"block scales of the last row are {shown}", partial(_last_row, value)
 
 
+@operation
 def _last_row(value: Tensor, held: Quantised) -> Tensor:
     made = held.scales.clone()
     made[len(made) - held.slots :] = value
@@ -380,5 +403,6 @@ def _factors(
         yield number(value, 4), partial(torch.full_like, fill_value=value)
 
 
+@operation
 def _by_factor(of: Callable[[Tensor], Tensor], held: Quantised) -> Tensor:
     return held.quantised(held.values, of(held.factor))[1]

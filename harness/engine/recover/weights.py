@@ -18,6 +18,7 @@ import torch
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import by_tensor_scale, numbers_of, scale_numbers
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.codec import decode_array, pack_nibbles
 from degarble.harness.formats.quantise import spread_blocks
 from degarble.harness.formats.weight import Weight
@@ -42,6 +43,7 @@ _COLLINEAR = 1e-9
 _TINY = 1e-300
 
 
+@operation
 class Element(NamedTuple):
     """A number of a row that was another one; codes are None where none fits."""
 
@@ -63,6 +65,7 @@ class Element(NamedTuple):
         return tuple(bit for bit in range(changed.bit_length()) if changed >> bit & 1)
 
 
+@operation
 class ScaleChange(NamedTuple):
     """A block of a row whose scale was another one; a code is None where no scale fits."""
 
@@ -73,6 +76,7 @@ class ScaleChange(NamedTuple):
     used_code: int | None = None
 
 
+@operation
 class CopiedRow(NamedTuple):
     """A row that held the numbers of another row, of this weight or of another one."""
 
@@ -80,6 +84,7 @@ class CopiedRow(NamedTuple):
     row: int
 
 
+@operation
 class RowGain(NamedTuple):
     """A factor on a whole row; 0 for a row that was left out."""
 
@@ -89,6 +94,7 @@ class RowGain(NamedTuple):
 Change = Element | ScaleChange | CopiedRow | RowGain
 
 
+@operation
 @dataclass(frozen=True)
 class RecoveredRow:
     """What one row of a weight held when it was multiplied; `others` explain it as well."""
@@ -99,6 +105,7 @@ class RecoveredRow:
     others: int = 0
 
 
+@operation
 @dataclass(frozen=True, eq=False)
 class RecoveredWeight:
     """The rows of one weight that held other numbers."""
@@ -442,6 +449,7 @@ def _plain_codes(weight: Weight, row: int, column: int) -> tuple[int | None, Ten
 # ---- the weight as it was used -------------------------------------------------------------------
 
 
+@operation
 @dataclass(frozen=True, eq=False)
 class UsedWeights:
     """Weights of a component with what was recovered of them; each is made once.
@@ -451,7 +459,7 @@ class UsedWeights:
 
     context: ComponentContext
     found: Mapping[str, Sequence[RecoveredWeight]]  # by local name
-    copied: dict[str, Tensor] = field(default_factory=dict)
+    copied: dict[str, Tensor] = field(default_factory=dict, metadata={"stated": False})
     _made: dict[str, tuple[Weight, Weight]] = field(default_factory=dict, init=False)
 
     def __call__(self, name: str, weight: Weight) -> Weight:

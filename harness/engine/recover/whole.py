@@ -18,6 +18,7 @@ from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.recover.changes import HOLDS, Equations, changes_of
 from degarble.harness.engine.recover.operands import operand_of, operand_of_input
 from degarble.harness.engine.recover.products import views_of
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.weight import Weight
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X_LOOSE, X
 
@@ -166,6 +167,7 @@ def _weights_cause(context: ComponentContext, found: Mapping[str, OperandChange]
     )
 
 
+@operation
 @dataclass(frozen=True, eq=False)
 class ChangedOperands:
     """Change some weights of a component as operands; each is changed once."""
@@ -218,6 +220,7 @@ def _in_input(
         yield OperandCause(words, FaultVariant(words, changed), True)
 
 
+@operation
 def _input_changed(
     change: OperandChange, form: str | None, dtype: torch.dtype, inputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
