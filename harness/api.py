@@ -20,6 +20,7 @@ from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.modules import ModulePlace, places_by_name, recording, weights_hash
 from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import MemoryRun, Recorder
+from degarble.harness.engine.adopted.files import searching
 from degarble.harness.engine.conventions.registry import (
     KEY,
     conventions_in,
@@ -140,13 +141,15 @@ def check(
     *,
     conventions: Mapping[str, Any] | None = None,
     partial: bool = False,
+    faults: Path | str | None = None,
 ) -> CheckedModules:
     """Judge every captured call whose component the twin knows, on the inputs that it was given.
 
     `twin`: weights by component (tensor, QuantisedTensor, Weight, or a dict of `w` and `bias`), as
     they are stored, never as the model holds them; `definitions`: callables by component;
     `conventions` of the run go before those that it states itself;
-    `partial`: judge also what there is of a capture whose run was killed.
+    `partial`: judge also what there is of a capture whose run was killed; `faults`: a folder of
+    adopted faults, which are searched as well.
     """
     if isinstance(run, (str, Path)):
         run = Capture.open(Path(run))
@@ -157,13 +160,13 @@ def check(
     declared = conventions_in(run.facts) | read_conventions(conventions or {}, "of check()")
     if isinstance(run, Capture) and not partial:
         run.require_complete()
-    if isinstance(twin, Twin):
-        if definitions is not None:
-            raise InvalidArgument(
-                "definitions",
-                sorted(definitions),
-                "none together with a Twin",
-                "Pass them to Twin().",
-            )
-        return check_modules(run, twin, declared)
-    return check_modules(run, Twin(dict(twin), definitions), declared)
+    if isinstance(twin, Twin) and definitions is not None:
+        raise InvalidArgument(
+            "definitions",
+            sorted(definitions),
+            "none together with a Twin",
+            "Pass them to Twin().",
+        )
+    known = twin if isinstance(twin, Twin) else Twin(dict(twin), definitions)
+    with searching(None if faults is None else Path(faults)):
+        return check_modules(run, known, declared)

@@ -63,6 +63,14 @@ Convention = Annotated[
         help="Arithmetic that the candidate follows, such as head_norm=once; may be repeated.",
     ),
 ]
+Faults = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Search the adopted faults of this folder as well.",
+        show_default="DEGARBLE_FAULTS, where it is set",
+    ),
+]
 Prompt = Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself.")]
 Prompts = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A file with one prompt a line.")
@@ -168,6 +176,15 @@ def backend(name: str, value: str | None) -> None:
             "For example my_kernels:make_backend.",
         )
     one_of(name, value, {*BACKENDS, *installed})
+
+
+FAULTS = "DEGARBLE_FAULTS"  # a folder of adopted faults
+
+
+def faults_folder(given: Path | None) -> Path | None:
+    """Return the folder of adopted faults: of the option, or of the environment."""
+    stated = os.environ.get(FAULTS)
+    return given if given is not None or not stated else Path(stated)
 
 
 # --------------------------------------------------------------------------------------------------

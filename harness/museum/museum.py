@@ -19,7 +19,8 @@ import torch
 
 from degarble.harness.base.errors import UnwritablePath
 from degarble.harness.checkpoint.write.workers import run_each
-from degarble.harness.engine.faults.registry import MODEL_FAULTS, STRENGTHS
+from degarble.harness.engine.adopted.files import searching
+from degarble.harness.engine.faults.registry import STRENGTHS, plantable_faults
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.museum.cases import (
     ModelKey,
@@ -46,6 +47,7 @@ from degarble.harness.museum.plants import (
     touches,
     ways_of,
 )
+from degarble.harness.museum.products import plant_in_product
 from degarble.harness.museum.scores import (
     HealthyRun,
     MuseumScore,
@@ -92,6 +94,7 @@ class MuseumExtent:
     repeats: int = 0
     seed: int = SEED
     cases: tuple[MuseumCase, ...] = field(default_factory=planting_cases)
+    adopted: Path | None = None  # a folder of adopted faults
 
 
 PUBLISHED = MuseumExtent(plants=1, healthy=40, leave_out=3, mild=1, repeats=1)
@@ -195,11 +198,12 @@ class MuseumTask:
 
 def chosen(ids: Sequence[str]) -> tuple[str, ...]:
     """Return the faults of ids and families, in the order of the registry."""
-    families = {fault.family for fault in MODEL_FAULTS.values()}
+    known = plantable_faults()
+    families = {fault.family for fault in known.values()}
     wanted = set(ids)
-    assert wanted <= {*MODEL_FAULTS, *families}, "the caller has refused unknown names"
+    assert wanted <= {*known, *families}, "the caller has refused unknown names"
     return tuple(
-        name for name, fault in MODEL_FAULTS.items() if not wanted or {name, fault.family} & wanted
+        name for name, fault in known.items() if not wanted or {name, fault.family} & wanted
     )
 
 
@@ -222,7 +226,7 @@ def tasks(faults: Sequence[str], extent: MuseumExtent) -> list[MuseumTask]:
 
 def _is_short(task: MuseumTask) -> tuple[bool, bool]:
     """Sort key: adjustable faults are planted many times, and attention is slowest to judge."""
-    attends = "attn.attend" in roles_of(MODEL_FAULTS[task.fault])
+    attends = "attn.attend" in roles_of(plantable_faults()[task.fault])
     return task.fault not in STRENGTHS, not attends
 
 
@@ -250,7 +254,8 @@ def run_museum(
     """Run all tasks; `ended` gets the result of each as soon as it is known."""
     begun = time.perf_counter()
     done: dict[int, FinishedTask] = {}
-    with prepared(root) as folder:
+    with prepared(root) as folder, searching(extent.adopted):
+        order = {name: number for number, name in enumerate(plantable_faults())}
         numbered = list(enumerate(tasks(faults, extent)))
         for (number, task), finished_task in run_each(
             partial(_done, folder), numbered, workers, _name_of
@@ -260,7 +265,6 @@ def run_museum(
             done[number] = finished_task
     found = [each for number in sorted(done) for each in done[number].found]
     outcomes = [each for each in found if isinstance(each, PlantOutcome)]
-    order = {name: number for number, name in enumerate(MODEL_FAULTS)}
     outcomes.sort(key=lambda outcome: (order[outcome.fault], outcome.component, outcome.way))
     seconds = time.perf_counter() - begun
     return Museum(
@@ -325,11 +329,17 @@ def stage_of(case: MuseumCase, root: Path) -> Stage:
 def perform(root: Path, task: MuseumTask) -> list[PlantOutcome | HealthyRun | RepeatedRun]:
     """Run one task, on one thread."""
     torch.set_num_threads(1)
-    if task.twice:
-        return list(run_twice(root, task))
-    if task.healthy is not None:
-        return [judge_healthy(root, task.healthy)]
-    return list(plant(root, MODEL_FAULTS[task.fault], task.extent))
+    with searching(task.extent.adopted) as adopted:
+        if task.twice:
+            return list(run_twice(root, task))
+        if task.healthy is not None:
+            return [judge_healthy(root, task.healthy)]
+        fault = plantable_faults()[task.fault]
+        own = next((each for each in adopted if each.id == fault.id), None)
+        if own is not None and own.kind:
+            outcome = plant_in_product(fault, own)
+            return [] if outcome is None else [outcome]
+        return list(plant(root, fault, task.extent))
 
 
 def judge_healthy(root: Path, case: MuseumCase) -> HealthyRun:
@@ -355,7 +365,9 @@ def run_twice(root: Path, task: MuseumTask) -> Iterator[RepeatedRun]:
         return
     chance = random.Random(f"{task.extent.seed} {task.fault} twice")  # noqa: S311  no secret
     done = 0
-    for stage, component, variant in _places(root, MODEL_FAULTS[task.fault], task.extent, chance):
+    for stage, component, variant in _places(
+        root, plantable_faults()[task.fault], task.extent, chance
+    ):
         run = run_repeatedly(stage, task.fault, component, variant, root)
         if run.differs:
             yield replace(run, seconds=time.process_time() - begun)

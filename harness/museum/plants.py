@@ -25,7 +25,7 @@ from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.diagnose import MOST_VARIANTS, diagnose, with_earlier
 from degarble.harness.engine.diagnose.trial import make
 from degarble.harness.engine.faults.model_faults import ComponentContext, Reach
-from degarble.harness.engine.faults.registry import MODEL_FAULTS, STRENGTHS
+from degarble.harness.engine.faults.registry import STRENGTHS, plantable_faults
 from degarble.harness.engine.faults.weight_faults import remembering
 from degarble.harness.engine.localise.discrepancy import blamed_on_edge
 from degarble.harness.engine.localise.localise import localise
@@ -330,7 +330,7 @@ def judge_plant(stage: Stage, planted: PlantedFault, *, leave_out: bool) -> Plan
     try:
         remade = FaultyTwin(stage.twin, name, planted.variant, run)
         with remembering(), keeping_budgets():  # of both questions
-            said = _diagnosed(here[0], tuple(MODEL_FAULTS.values()))
+            said = _diagnosed(here[0], tuple(plantable_faults().values()))
             cause, names = _cause(planted, remade, here[0], said)
             left = _without_family(planted, remade, here[0]) if leave_out else (None, "")
     except Exception as error:  # noqa: BLE001  as above: the place is right, the cause is not said
@@ -345,7 +345,7 @@ def judge_plant(stage: Stage, planted: PlantedFault, *, leave_out: bool) -> Plan
 def _without_family(planted: PlantedFault, remade: FaultyTwin, discrepancy: Discrepancy) -> _Said:
     """Return the cause named by an engine without the fault's family."""
     family = planted.fault.family
-    others = tuple(fault for fault in MODEL_FAULTS.values() if fault.family != family)
+    others = tuple(fault for fault in plantable_faults().values() if fault.family != family)
     return _cause(planted, remade, discrepancy, _diagnosed(discrepancy, others))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -136,7 +136,9 @@ PATH_OPTIONS = {
     "--checkpoint": "checkpoint under test: a folder of safetensors",
     "--reference": "BF16 or official checkpoint that judges quality",
     "--captures": "folder of captures to judge instead of running anew",
+    "--faults": "folder of adopted faults that judge() searches as well",
 }
+FAULTS = "DEGARBLE_FAULTS"  # such a folder, where the option is not given
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class RunOptions:
     report_dir: Path | None
     ci: bool
     night: NightOptions = field(default_factory=NightOptions)
+    faults: Path | None = None
 
     def given(self, option: str) -> bool:
         """Return whether `option`, such as --checkpoint, was given."""
@@ -201,6 +204,7 @@ def pytest_configure(config: pytest.Config) -> None:
         report_dir=_path(config, "--report-dir"),
         ci=os.environ.get("CI", "").lower() not in ("", "0", "false"),
         night=_night(config),
+        faults=_path(config, "--faults") or _stated_folder(),
     )
 
 
@@ -315,11 +319,20 @@ def run_options(pytestconfig: pytest.Config) -> RunOptions:
 
 
 @pytest.fixture(scope="session")
-def judge() -> Callable[..., Any]:
+def judge(run_options: RunOptions) -> Callable[..., Any]:
     """Give `degarble.harness.api.judge`; `judge(...).require()` fails with all that is known."""
     from degarble.harness import api  # noqa: PLC0415  imports torch: not when the plugin is loaded
 
-    return api.judge
+    folder = run_options.faults
+    if folder is None:
+        return api.judge
+
+    def judged(*given: Any, setting: api.Setting | None = None, **named: Any) -> api.JudgedKernel:
+        how = api.Setting() if setting is None else setting
+        how = replace(how, faults=folder) if how.faults is None else how
+        return api.judge(*given, setting=how, **named)
+
+    return judged
 
 
 def requested_markers(expression: str) -> set[str]:
@@ -382,6 +395,10 @@ def _ours(item: pytest.Item) -> bool:
 def _path(config: pytest.Config, option: str) -> Path | None:
     value = config.getoption(option)
     return Path(value).absolute() if value else None
+
+
+def _stated_folder() -> Path | None:
+    return Path(os.environ[FAULTS]).absolute() if os.environ.get(FAULTS) else None
 
 
 def _night(config: pytest.Config) -> NightOptions:

@@ -20,6 +20,7 @@ from degarble.harness.cli.values import (
     CapturePath,
     CheckpointPath,
     Convention,
+    Faults,
     Partial,
     Prompt,
     Prompts,
@@ -128,6 +129,7 @@ class CheckOptions:
         ),
     ] = False
     partial: Partial = False
+    faults: Faults = None
     report: ReportFolder = None
 
 
@@ -270,6 +272,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
             check_text,
         )
         from degarble.harness.commands.check.spread import SpreadCheck  # noqa: PLC0415
+        from degarble.harness.engine.adopted.files import searching  # noqa: PLC0415
         from degarble.harness.engine.conventions.registry import read_options  # noqa: PLC0415
         from degarble.harness.inference.devices import devices_of  # noqa: PLC0415
 
@@ -284,6 +287,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
         screen=options.screen,
     )
     with ExitStack() as stack:
+        stack.enter_context(searching(values.faults_folder(options.faults)))
         if options.backend != "torch":
             wanted = stack.enter_context(_ran_again(wanted, options, terminal))
         opened = stack.enter_context(run.CheckRun(wanted))

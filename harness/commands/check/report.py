@@ -20,6 +20,7 @@ from degarble.harness.capture.recorded_tensors import SPAN
 from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.commands.check.check import texts_of
 from degarble.harness.commands.report_folder import with_earlier_panels, write_page
+from degarble.harness.engine.adopted.statement import statement_of
 from degarble.harness.engine.localise.judged_run import PAIRS
 from degarble.harness.engine.localise.screening import NEAR
 from degarble.harness.report.files import usable_folder, write_text
@@ -79,6 +80,10 @@ def write_check_report(
     page = check_page(subject, provenance(command), record, checked.origins, texts)
     path = write_check_page(folder, page, record)
     write_text(folder / f"{subject.key}-junit.xml", junit(checked, sentence))
+    described = descriptions(checked.origins)
+    if described:
+        text = json.dumps(to_plain(described), indent=1, allow_nan=False) + "\n"
+        write_text(folder / f"{subject.key}-descriptions.json", text)
     return path
 
 
@@ -412,7 +417,7 @@ def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
         "not_judged": [{"component": name, "reason": why} for name, why in found.unjudged],
         "shares": _shares(checked),
         "notes": [*checked.notes, *found.notes],
-    } | _screen(found) | _coverage(checked)  # fmt: skip
+    } | _screen(found) | _coverage(checked) | descriptions(checked.origins)  # fmt: skip
 
 
 def _coverage(checked: CheckResult) -> dict[str, Any]:
@@ -482,6 +487,16 @@ def screen_lines(sampled: Mapping[str, SampledRows]) -> Iterator[str]:
             f"of {len(first)} components whose rows depend on each other, such as {first[0]}, only"
             " first positions and a few later calls were looked at"
         )
+
+
+def descriptions(origins: Sequence[DiagnosedOrigin]) -> dict[str, Any]:
+    """Return what was described as data, by the number of its origin; empty without any."""
+    stated = [
+        {"origin_number": number, **statement_of(told.described, told.condition)}
+        for number, origin in enumerate(origins)
+        if (told := origin.diagnosed) is not None and told.described is not None
+    ]
+    return {"descriptions": stated} if stated else {}
 
 
 def _shares(checked: CheckResult) -> dict[str, Any] | None:

@@ -6,6 +6,8 @@ of the two.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -96,7 +98,7 @@ from degarble.harness.engine.faults.traced.weights import TRACED_WEIGHT_FAULTS
 from degarble.harness.report.number_text import number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from degarble.harness.engine.faults.model_faults import (
         ComponentContext,
@@ -215,9 +217,29 @@ KIND_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
 )
 
 
+_ADOPTED: ContextVar[tuple[ModelFault, ...]] = ContextVar("adopted", default=())
+
+
+@contextmanager
+def with_adopted(faults: Iterable[ModelFault]) -> Iterator[None]:
+    """Search these faults as well, after those of the catalogue."""
+    known = {fault.id: fault for fault in (*_ADOPTED.get(), *faults)}
+    token = _ADOPTED.set((*known.values(),))
+    try:
+        yield
+    finally:
+        _ADOPTED.reset(token)
+
+
 def faults_for(context: ComponentContext) -> Iterable[ModelFault]:
     """Return the faults that a component may have, by its kind where it has one."""
-    return (KIND_FAULTS if context.component.kind else MODEL_FAULTS).values()
+    known = KIND_FAULTS if context.component.kind else MODEL_FAULTS
+    return (*known.values(), *_ADOPTED.get())
+
+
+def plantable_faults() -> Mapping[str, ModelFault]:
+    """Return the faults that the museum plants, adopted ones among them."""
+    return {**MODEL_FAULTS, **{fault.id: fault for fault in _ADOPTED.get()}}
 
 
 def model_fault_named(name: str) -> ModelFault:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.engine.adopted.files import searching
 from degarble.harness.engine.budget.budget import LevelFinding, OutputResult
 from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall
@@ -251,7 +253,8 @@ class Setting:
 
     `config` and `recipe` belong to a model's component; `activation` is the format of inputs that
     arrive as codes; `epsilon` belongs to a norm; `limit` is the clamp of a SwiGLU; `conventions`
-    are what the kernel follows where correct implementations differ (docs/checking.md).
+    are what the kernel follows where correct implementations differ (docs/checking.md). `faults` is
+    a folder of adopted faults, which are searched as well.
     """
 
     config: Config | None = None
@@ -260,6 +263,7 @@ class Setting:
     epsilon: float = 1e-6
     limit: float | None = None
     conventions: Mapping[str, Any] = field(default_factory=dict)
+    faults: Path | str | None = None
 
     def __post_init__(self) -> None:
         stated = read_conventions(self.conventions, "of the setting")
@@ -294,6 +298,13 @@ def judge(
     how = Setting() if setting is None else setting
     if not isinstance(how, Setting):
         raise InvalidArgument("setting", type(how).__name__, "a Setting", "Name its facts.")
+    with searching(None if how.faults is None else Path(how.faults)):
+        return _judged(component, inputs, weights, output, reference, how)
+
+
+def _judged(
+    component: Any, inputs: Any, weights: Any, output: Any, reference: Any, how: Setting
+) -> JudgedKernel:
     if callable(component):
         name = getattr(component, "__name__", type(component).__name__)
         return judge_defined(name, by_callable(component, inputs, weights), output)

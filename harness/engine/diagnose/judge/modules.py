@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.engine.adopted.statement import statement_of
 from degarble.harness.engine.conventions.learned import (
     ConventionEvidence,
     ConventionFit,
@@ -339,7 +340,16 @@ class CheckedModules:
             "unjudged": list(self.unjudged),
             "inherited": list(self.inherited),
             "conventions": [convention.document() for convention in self.conventions],
-        }
+        } | self._descriptions()
+
+    def _descriptions(self) -> dict[str, Any]:
+        """Return what was described as data, by the number of its origin; empty without any."""
+        stated = [
+            {"origin_number": number, **statement_of(kernel.causes.described)}
+            for number, kernel in enumerate(self.discrepancies)
+            if kernel.causes.described is not None and not kernel.named
+        ]
+        return {"descriptions": stated} if stated else {}
 
 
 def check_modules(

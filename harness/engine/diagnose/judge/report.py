@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.engine.adopted.statement import statement_of
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.report.number_text import number, share
 from degarble.harness.report.verdict import AnswerLevel, Verdict
@@ -187,6 +188,7 @@ class JudgedKernel:
                 "evidence": self.causes.described.evidence,
                 "remedy": self.causes.described.remedy,
                 "changes": list(self.causes.described.table),
+                "statement": statement_of(self.causes.described),
             },
             "tried": list(dict.fromkeys(self.tried)),
         }
