@@ -12,6 +12,7 @@ from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.diagnose.trial import distance, is_by_row, make, rows_of
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_inputs, with_outputs
 from degarble.harness.engine.recover.differences import by_value
+from degarble.harness.engine.recover.stated import operation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,6 +49,7 @@ def other_choices(record: CallRecord) -> Iterator[FaultVariant]:
             yield FaultVariant(f"in the choices{what} {words}, wherever it stands", change)
 
 
+@operation
 def choices_by(name: str, read: Mapping[int, int], _inputs: Tensors, outputs: Tensors) -> Tensors:
     """Return outputs of which one has other whole numbers."""
     right = outputs[name]
@@ -89,11 +91,13 @@ def other_numbers_given(context: ComponentContext, record: CallRecord) -> Iterat
         yield from _replaced(context, record, name)
 
 
+@operation
 def rolled(name: str, by: int, inputs: Tensors) -> Tensors:
     """Return inputs of which one has its rows moved."""
     return {**inputs, name: inputs[name].roll(by, 0)}
 
 
+@operation
 def numbers_by(name: str, read: Mapping[int, int], inputs: Tensors) -> Tensors:
     """Return inputs of which one has other whole numbers."""
     return {**inputs, name: by_value(read, inputs[name])}

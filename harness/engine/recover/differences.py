@@ -239,6 +239,7 @@ def _flipped(seen: Tensor, right: Tensor) -> Iterator[_Change]:
         yield _Change(f"have bits {bits:#04x} turned", partial(bits_turned, bits))
 
 
+@operation
 def bits_turned(bits: int, right: Tensor) -> Tensor:
     """Return codes with some bits turned."""
     return (right.long() ^ bits).to(right.dtype)

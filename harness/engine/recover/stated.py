@@ -29,7 +29,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {}
 RENAMED: dict[str, str] = {}  # former names of operations, by which files may call them
 _OF_TORCH = (
     "abs", "add", "ceil", "clamp", "clone", "div", "flip", "floor", "full_like", "mul", "neg",
-    "ones_like", "reciprocal", "relu", "remainder", "round", "square", "trunc", "zeros_like",
+    "ones_like", "reciprocal", "relu", "remainder", "roll", "round", "square", "trunc",
+    "zeros_like",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from degarble.harness.engine.faults.model_faults import (
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.recover.differences import Rule, rules_of
 from degarble.harness.engine.recover.maps import Sides
+from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number
 
@@ -158,6 +159,7 @@ def _variant(context: ComponentContext, name: str, rule: Rule) -> FaultVariant:
     return FaultVariant(words, with_weights(partial(changed, name, rule.apply)))
 
 
+@operation
 def changed(name: str, of: Callable[[Tensor], Tensor], each: str, weight: Weight) -> Weight:
     """Return a weight of this name with its numbers, as a matrix, changed."""
     value = weight.value
@@ -200,6 +202,7 @@ def _table(sides: Sides, dtype: torch.dtype) -> Iterator[Rule]:
     yield Rule(words, partial(held, made), lines)
 
 
+@operation
 def held(made: Tensor, right: Tensor) -> Tensor:
     """Return numbers that were solved for."""
     return made if made.shape == right.shape else right
