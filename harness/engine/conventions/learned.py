@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from degarble.references.numerics import Numerics
 
     Values = Mapping[str, Any]  # by the convention's name
+    _Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 LEANS = 2.0  # factor between squared distances that makes a twin clearly nearer
 _PLAINLY = 100.0  # the same factor for a witness that is the only one: a tenth of the length
@@ -82,8 +83,10 @@ class ConventionFit:
 class ConventionEvidence:
     """The components of a run with their roles, and how each fits under given values.
 
-    `unknown` components were recorded without their tensors. `announce` is called with components
-    that will be looked at next, so that they can be judged at once.
+    `unknown` components were recorded without their tensors; those that are not `is_coded` hold and
+    take nothing in codes. `gap` returns a fit without a verdict, which costs a part of one with it:
+    its distances are those of `fit` where this one agrees. None: they may be others. `announce`
+    is called with components that will be looked at next, so that they can be judged at once.
     """
 
     roles: Mapping[str, str]
@@ -91,13 +94,14 @@ class ConventionEvidence:
     assumed: Values
     unknown: frozenset[str] = frozenset()
     announce: Callable[[Sequence[str], Values], None] = lambda _components, _values: None
-    _known: dict[tuple[str, tuple[tuple[str, Any], ...]], ConventionFit] = field(
-        default_factory=dict
-    )
+    is_coded: Callable[[str], bool] = lambda _component: True
+    gap: Callable[[str, Values], ConventionFit | None] = lambda _component, _values: None
+    _known: dict[_Key, ConventionFit] = field(default_factory=dict)
+    _gaps: dict[_Key, ConventionFit | None] = field(default_factory=dict)
 
     def fit_of(self, component: str, values: Values) -> ConventionFit:
         """Return how a component fits; cached."""
-        key = component, tuple(sorted(values.items(), key=lambda pair: pair[0]))
+        key = _key(component, values)
         if key not in self._known:
             self._known[key] = self.fit(component, values)
         return self._known[key]
@@ -119,13 +123,28 @@ class ConventionEvidence:
         Agreement is not enough: a wider budget under another value would cover a gain as well.
         """
         other, own = self.fit_of(component, values), self.fit_of(component, without)
-        leans = max((REGISTRY[name].leans for name in values if name in REGISTRY), default=LEANS)
-        nearer = leans * other.distance < own.distance or leans * other.unlike < own.unlike
-        return other.agrees and nearer
+        return other.agrees and _is_nearer(other, own, values)
+
+    def may_support(self, component: str, values: Values) -> bool:
+        """Tell whether it supports these values should it agree; no budget is derived."""
+        key = _key(component, values)
+        if key not in self._known and key not in self._gaps:
+            self._gaps[key] = self.gap(component, values)
+        other = self._known.get(key) or self._gaps[key]
+        return other is None or _is_nearer(other, self.fit_of(component, {}), values)
 
     def components(self, role: str) -> list[str]:
         """Return the components of a role, in the order of the run."""
         return [name for name, own in self.roles.items() if own == role]
+
+
+def _key(component: str, values: Values) -> _Key:
+    return component, tuple(sorted(values.items(), key=lambda pair: pair[0]))
+
+
+def _is_nearer(other: ConventionFit, own: ConventionFit, values: Values) -> bool:
+    leans = max((REGISTRY[name].leans for name in values if name in REGISTRY), default=LEANS)
+    return leans * other.distance < own.distance or leans * other.unlike < own.unlike
 
 
 def learn(
@@ -176,12 +195,19 @@ def _groups(
     for convention in conventions:
         if not convention.roles & odd or _lonely(convention, evidence):
             continue
+        if convention.of_codes and not _finds_codes(convention, evidence):
+            continue
         here = convention.roles & present
         # Groups that share a role present in the run are merged.
         near = [group for group in groups if any(here & other.roles for other in group)]
         groups = [group for group in groups if group not in near]
         groups.append([*(each for group in near for each in group), convention])
     return groups
+
+
+def _finds_codes(convention: Convention, evidence: ConventionEvidence) -> bool:
+    roles = evidence.roles.items()
+    return any(evidence.is_coded(name) for name, role in roles if role in convention.roles)
 
 
 def _lonely(convention: Convention, evidence: ConventionEvidence) -> bool:
@@ -284,11 +310,15 @@ class _Search:
                     return [values]
         odd = [name for name in evidence.components(role) if evidence.differs(name)]
         odd.sort(key=lambda name: evidence.fit_of(name, {}).distance)
+        nearest_first = [*odd, *(n for n in evidence.components(role) if n not in odd)]
         found: list[Values] = []
         cured = 0  # changes after which no component of the role stays sick
         for values in _changes(conventions, evidence.assumed):
             if cured and len(values) > cured and not deep:
                 break
+            # Without a component that is nearer there is no witness, whatever the budgets say.
+            if not any(evidence.may_support(name, values) for name in nearest_first):
+                continue
             if not any(evidence.allows(name, values) for name in odd[:_ASKED_FIRST]):
                 continue
             stand = self._stand(role, values)

@@ -73,6 +73,7 @@ class Convention:
     leans: float = 2.0  # factor by which a witness's squared distance has to be smaller
     habit: str = ""  # of the code that computes; conventions of one habit support each other
     idle: frozenset[str] = frozenset()  # where another value of these is followed, it says nothing
+    of_codes: bool = False  # it says nothing where no operand is stored or multiplied in codes
 
     def assumed(self, numerics: Numerics, family: str) -> Any:
         """Return the value by which a twin computes."""
@@ -169,6 +170,7 @@ _ROUNDINGS = (
         },
         _roles(f"{GEMM} {_LINEARS} traced.linear traced.experts"),
         witnesses=1,
+        of_codes=True,
     ),
     Convention(
         INPUTS,
@@ -181,12 +183,14 @@ _ROUNDINGS = (
             InputQuantisation.NONE: "left as they are",
         },
         _roles("traced.linear traced.experts"),
+        of_codes=True,
     ),
     Convention(
         "input_factors_applied",
         "factors of an input (pre_quant_scale)",
         {True: "multiplied into the input", False: "decoded into the weight"},
         _roles("traced.linear"),
+        of_codes=True,
     ),
     Convention(
         "code_sums",
@@ -202,12 +206,14 @@ _ROUNDINGS = (
         },
         _roles(f"{GEMM} {_LINEARS} traced.linear traced.experts"),
         idle=frozenset({OPERANDS, "input_factors_applied"}),
+        of_codes=True,
     ),
     Convention(
         "expert_input_scale_shared",
         "the input scale of quantised experts",
         {True: "the largest of the layer", False: "each expert's own"},
         _roles("traced.experts"),
+        of_codes=True,
     ),
     Convention(
         "cache_quantised",

@@ -196,7 +196,7 @@ class Judge:
         """
         judged_component = JudgedComponent(component)
         # Small batches are cheap and usually enough to find a difference.
-        for batch in sorted(found, key=lambda each: len(each.step_of)) if briefly else found:
+        for batch in _small_first(found) if briefly else found:
             self._take(judged_component, replayed(self._known, batch))
             if briefly and judged_component.differs:
                 break
@@ -213,6 +213,18 @@ class Judge:
         if not judged_component.differs:
             judged_component.healthy.clear()  # nobody asks for their tensors
         return judged_component
+
+    def compared(self, component: Component, found: Sequence[Batch]) -> JudgedComponent:
+        """Return a result of distances and counts alone, for as many calls as can be replayed."""
+        made = JudgedComponent(component)
+        for batch in _small_first(found):
+            replay = replayed(self._known, batch)
+            made.rows |= {
+                name: OutputRow(component, name) for name in batch.outputs if name not in made.rows
+            }
+            _count(made, replay)
+            self._compare(made, replay)
+        return made
 
     def _take(self, component: JudgedComponent, replay: Replay) -> None:
         """Judge a batch, and its remaining rows where some cannot be judged."""
@@ -449,6 +461,10 @@ def _sums_of_flat(flat: Sequence[Tensor | None]) -> dict[str, PairSums]:
             sums.add(candidate, reference)
         made[pair] = sums
     return made
+
+
+def _small_first(found: Sequence[Batch]) -> list[Batch]:
+    return sorted(found, key=lambda each: len(each.step_of))
 
 
 def _per_slot(x: Tensor, batch: Batch) -> Tensor | None:

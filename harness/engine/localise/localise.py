@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from degarble.harness.base.errors import CANNOT_RUN
@@ -428,6 +428,13 @@ class Localisation:
             )
         return self._as_one_prefill(judged_component, found) if alone else _Answer(judged_component)
 
+    def compared(self, name: str) -> _Answer | None:
+        """Compare outputs and judge none; None where calls may be judged as one prefill."""
+        component = self.named(name)
+        if lacks_producers(component, self.calls):
+            return None
+        return _Answer(self._judge.compared(component, self._batches(component)))
+
     def _batches(self, component: Component) -> list[Batch]:
         stored = [call for call in self.calls[component.name] if _is_stored(call)]
         return batches(self._run, component, stored, self._steps)
@@ -468,6 +475,11 @@ class Localisation:
             announce([name], values)
             return known[tuple(sorted(values.items()))][name]
 
+        def gap(name: str, values: Mapping[str, Any]) -> ConventionFit | None:
+            task = JudgingTask((name,), tuple(sorted(values.items())), briefly=True)
+            made = None if self._during.elsewhere else self.of_task(task).compared(name)
+            return None if made is None else made.fit
+
         twin = self.known.twin
         evidence = ConventionEvidence(
             {name: answer.judged.component.judged_as for name, answer in answers.items()},
@@ -475,6 +487,8 @@ class Localisation:
             assumed_conventions(twin.numerics, twin.config.family),
             frozenset(n for n in answers if not all(map(_is_stored, self.calls[n]))),
             announce,
+            cache(self.known.is_coded),
+            gap,
         )
         declared = {**conventions_in(self._run.facts), **twin.declared}
         self._conventions = conventions_used(declared, evidence)

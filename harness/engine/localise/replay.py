@@ -75,6 +75,13 @@ class TwinComponents:
         """Return a twin with the same weights and without quantised activations."""
         return bind(self.twin.config, self.twin.numerics, self.twin.weights)
 
+    def is_coded(self, linear: str) -> bool:
+        """Tell whether a linear, or experts, hold weights in codes or take inputs in codes."""
+        weights = [*self.twin.weights_of(linear).values()]
+        scaled = any(w.input_scale is not None or w.channel_scale is not None for w in weights)
+        held = scaled or any(weight.is_decoded for weight in weights)
+        return held or self.activation(linear) is not None
+
     def activation(self, linear: str) -> str | None:
         """Return the format of a linear's quantised input; None where values arrive."""
         _, facts = self.twin.bound_to(linear)

@@ -23,6 +23,7 @@ from degarble.harness.engine.conventions.registry import (
 )
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
+from degarble.harness.engine.localise.replay import TwinComponents
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
 from degarble.references.numerics import HeadNorm, Numerics, Switches
@@ -337,6 +338,38 @@ def test_the_nearest_of_many_differing_components_are_asked_first() -> None:
 
     (found,) = learn([A], ConventionEvidence(roles, fit, {A.name: True}))
     assert len(found.witnesses) == 3
+
+
+@pytest.mark.parametrize("gap", [None, FITS, replace(WRONG, differs=False)])
+def test_no_budget_is_derived_where_no_component_is_nearer(gap: ConventionFit | None) -> None:
+    asked: list[str] = []
+
+    def fit(name: str, values: Mapping[str, Any]) -> ConventionFit:
+        asked.extend([name] if values else [])
+        return FITS if values else WRONG
+
+    found = learn([A], ConventionEvidence(ROLES, fit, {A.name: True}, gap=lambda *_: gap))
+    near = gap is None or gap is FITS
+    assert len(found) == near
+    assert bool(asked) == near
+
+
+@pytest.mark.parametrize("coded", [(), ("layers.3.attn.attend",)])
+def test_what_changes_codes_alone_is_not_tried_where_there_are_none(coded: tuple[str, ...]) -> None:
+    of_codes = replace(A, of_codes=True)
+    evidence = _evidence([(WRONG, FITS)] * 4, is_coded=lambda name: name in coded)
+    assert len(learn([of_codes], evidence)) == bool(coded)
+    assert len(learn([A], evidence)) == 1
+
+
+@pytest.mark.parametrize(("name", "coded"), [("nvfp4-full", True), ("bf16", False)])
+def test_a_quantised_twin_is_known_as_one(name: str, coded: bool) -> None:
+    twin = TwinComponents.from_twin(
+        model(V4, torch.float64, {}, name), recipe_named(name, V4)
+    )  # fmt: skip
+    roles = REGISTRY["decoded_operands"].roles
+    linears = [each.name for each in twin.components.values() if each.role in roles]
+    assert any(map(twin.is_coded, linears)) == coded
 
 
 # Two conventions that share the role of `m`, and roles of their own, `a` and `b`.
