@@ -516,15 +516,16 @@ def _left(
     context: ComponentContext, sample: Sample, variant: FaultVariant, measure: Measure = distance
 ) -> float:
     """Return the share of the difference that a variant leaves; 1 if it changes nothing."""
-    # Only a fault of weights acts the same on any subset of their rows.
-    rows = sample.rows if "weights" in variant.where else None
-    variant_outputs = make(context, sample.record, variant, sample.plain, rows)
     before = sample.before(measure)
-    if variant_outputs is None or not before:
+    outputs = sample.kept(variant) or _outputs(context, sample, variant)
+    if outputs is None or not before:
         return 1.0
-    outputs = sample.looked_at(variant_outputs.outputs)
     left = measure(sample.candidate, outputs) / before
-    if measure is not distance or left >= 1:
+    if measure is not distance:
+        return left
+    if left != 1:
+        sample.keep(variant, outputs)  # its shape is asked for where nothing explains all
+    if left >= 1:
         return left
     # `left` is measured by a norm, which large outputs dominate; this check is by element.
     alike = only_roundings(sample.candidate, outputs)
@@ -535,6 +536,15 @@ def _left(
     # Which of two variants rounds more like the candidate is luck, and no evidence for either. A
     # variant that gets only the large outputs right is not as near as one that gets all.
     return min(left, _NOISE) if alike else max(left, _BLIND)
+
+
+def _outputs(
+    context: ComponentContext, sample: Sample, variant: FaultVariant
+) -> dict[str, Tensor] | None:
+    # Only a fault of weights acts the same on any subset of their rows.
+    rows = sample.rows if "weights" in variant.where else None
+    made = make(context, sample.record, variant, sample.plain, rows)
+    return None if made is None else sample.looked_at(made.outputs)
 
 
 def _pairs(context: ComponentContext, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:

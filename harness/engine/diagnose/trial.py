@@ -126,6 +126,7 @@ _SCALE_UNITS = 16 * 2.0**-24  # of a float32 scale: two reciprocals within 2 uni
 _SPACINGS = 2  # of the stored format: a producer's value and the same one computed again
 _STORED_SUM = 2.0**-7  # a spacing of BF16 near 1
 _LAST_DIGITS = 4  # spacings of float32 at a row's largest number, for a step that a fault adds
+_KEPT = 64 << 20  # bytes of variants' outputs
 _OF_DIFFERENCE = 1e-4  # that such a variant may leave
 _TINY = 1e-30
 
@@ -295,6 +296,9 @@ def _output_distance(c: Tensor, m: Tensor | None) -> float:
     if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
         return float((c != m).double().mean())
     c, m = c.double(), m.double()
+    sizes = float(c.norm()), float(m.norm())
+    if all(map(math.isfinite, sizes)):
+        return float((c - m).norm()) / (sum(sizes) + _TINY)
     odd = ~(c.isfinite() & m.isfinite())
     alike = (c == m) | (c.isnan() & m.isnan())
     unlike = float((odd & ~alike).double().mean())
@@ -611,6 +615,21 @@ class Sample:
     @cached_property
     def _before(self) -> dict[Measure, float]:
         return {}
+
+    @cached_property
+    def _kept(self) -> dict[int, tuple[FaultVariant, dict[str, Tensor]]]:
+        return {}
+
+    def keep(self, variant: FaultVariant, outputs: dict[str, Tensor]) -> None:
+        """Keep a variant's outputs, while there is room. Trap: its id must not be reused."""
+        size = sum(output.nbytes for output in outputs.values())
+        if size * (len(self._kept) + 1) <= _KEPT:
+            self._kept[id(variant)] = variant, outputs
+
+    def kept(self, variant: FaultVariant) -> dict[str, Tensor] | None:
+        """Return a variant's outputs if they were kept."""
+        known = self._kept.get(id(variant))
+        return None if known is None else known[1]
 
     def looked_at(self, outputs: Tensors) -> dict[str, Tensor]:
         """Keep the chosen columns of outputs."""

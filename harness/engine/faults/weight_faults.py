@@ -6,6 +6,7 @@ expert. Weights are decoded by lookup tables, to the same bits as dequantise giv
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 # Shape letters: N rows, K elements, R and C block scales along them.
 
 REMEMBERED = 256 << 20  # bytes of decoded weights at most
+_CHANGED = 128  # changed weights that are remembered
+_SMALL = 1 << 21  # elements of a weight up to which its changes are remembered
 _RESULTS = 8  # of other work that are remembered
 
 Made = TypeVar("Made")
@@ -74,6 +77,28 @@ class _Memory:
         self._held: OrderedDict[int, tuple[Weight, Tensor]] = OrderedDict()
         self._bytes = 0
         self._results: OrderedDict[tuple[int, ...], tuple[Sequence[object], Any]] = OrderedDict()
+        self._changed: OrderedDict[tuple[Any, ...], tuple[Sequence[object], Any]] = OrderedDict()
+        self._made: set[int] = set()  # ids of the weights in _changed
+
+    def changed(
+        self, change: Change, context: ComponentContext, name: str, weight: Weight
+    ) -> Weight | None:
+        """Change once: a weight is part of several regions. Trap: as in `once`."""
+        key = id(change), id(context), name, id(weight)
+        known = self._changed.get(key)
+        if known is None:
+            made = change(context, name, weight)
+            known = self._changed[key] = (change, context, weight), made
+            self._made.add(id(made))
+            while len(self._changed) > _CHANGED:
+                _, (_, oldest) = self._changed.popitem(last=False)
+                self._made.discard(id(oldest))
+        found: Weight | None = known[1]
+        return found
+
+    def is_kept(self, weight: Weight) -> bool:
+        """Tell whether a weight was made by `changed`, so that its numbers are asked for again."""
+        return id(weight) in self._made
 
     def once(self, given: Sequence[object], make: Callable[[], Made]) -> Made:
         """Compute once. Trap: the sources are kept alive, or their ids could be reused."""
@@ -220,6 +245,22 @@ def numbers_of(weight: Weight) -> Tensor:
     return _decoded(weight) if memory is None else memory.numbers(weight)
 
 
+def _changed_once(
+    change: Change, context: ComponentContext, name: str, weight: Weight
+) -> Weight | None:
+    memory = _MEMORY.get()
+    if memory is None or math.prod(weight.shape) > _SMALL:
+        return change(context, name, weight)
+    return memory.changed(change, context, name, weight)
+
+
+def _numbers_of_changed(weight: Weight, rows: Tensor | None) -> Tensor:
+    memory = _MEMORY.get()
+    if memory is None or rows is not None or not memory.is_kept(weight):
+        return _decoded(weight, rows)
+    return memory.numbers(weight)
+
+
 def _decoded(weight: Weight, rows: Tensor | None = None) -> Tensor:
     tensor = weight.quantised()
     scales = scale_numbers(tensor)
@@ -260,7 +301,7 @@ class Decoding(Mapping[str, Weight]):
         if not weight.is_quantised and rows is None:
             return weight
         if weight.is_quantised and weight is not self._kept.get(key):
-            value = _decoded(weight, rows)
+            value = _numbers_of_changed(weight, rows)
         else:
             value = numbers_of(weight)
             value = value if rows is None else value[rows]
@@ -449,7 +490,7 @@ def variant_at(
     def changed(name: str, weight: Weight) -> Weight:
         if name not in names:
             return weight
-        made = change(context, name, weight)
+        made = _changed_once(change, context, name, weight)
         if made is None:
             return weight
         if spot.rows is None:

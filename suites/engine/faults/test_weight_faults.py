@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from degarble.harness.engine.faults import weight_faults
 from degarble.harness.engine.faults.layouts import chunks_behind, words_behind
+from degarble.harness.engine.faults.regions import plantable
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.faults.weight_faults import (
     Decoding,
@@ -20,6 +21,7 @@ from degarble.harness.engine.faults.weight_faults import (
     once,
     remembering,
     scale_numbers,
+    variant_at,
     with_scales,
 )
 from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout, to_layout
@@ -32,7 +34,7 @@ from degarble.suites.engine.weights import heavy_tailed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from degarble.harness.engine.faults.model_faults import FaultVariant
+    from degarble.harness.engine.faults.model_faults import ComponentContext, FaultVariant
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,6 +194,43 @@ def test_what_is_remembered_is_bounded_and_forgotten(
         assert numbers_of(weights[0]) is not first
         assert torch.equal(numbers_of(weights[0]), first)
     assert numbers_of(weights[0]) is not numbers_of(weights[0])
+
+
+def test_a_change_is_made_once_for_all_regions_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = double("v4", "nvfp4-full"), list[str]()
+    context = model.planting("layers.1.ffn.experts.w13")
+
+    def change(_context: ComponentContext, name: str, weight: Weight) -> Weight:
+        made.append(name)
+        return Weight.of(weight.quantised())
+
+    spots = [spot for spot in plantable(context) if spot.rows is None]
+    names = {name for spot in spots for name in spot.names}
+    assert sum(len(spot.names) for spot in spots) > len(names)
+
+    with remembering():
+        for spot in spots:
+            weights = _read(context, variant_at(context, spot, change, "changed"))
+            numbers = Decoding(weights, context.weights)
+            for name in spot.names:
+                assert numbers[name].value is Decoding(weights, context.weights)[name].value
+        assert sorted(made) == sorted(names)
+        monkeypatch.setattr(weight_faults, "_SMALL", 0)
+        weights = _read(context, variant_at(context, spots[0], change, "changed"))
+        assert weights[spots[0].names[0]] is not weights[spots[0].names[0]]
+
+
+def _read(context: ComponentContext, variant: FaultVariant) -> Mapping[str, Weight]:
+    """Return the weights that a component gets under a variant."""
+    seen: list[Mapping[str, Weight]] = []
+
+    def call(inputs: Any, weights: Any) -> dict[str, torch.Tensor]:
+        del inputs
+        seen.append(weights)
+        return {}
+
+    variant.apply(call)({}, context.weights)
+    return seen[0]
 
 
 def test_a_result_is_made_once_of_the_same_objects() -> None:
