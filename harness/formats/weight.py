@@ -7,6 +7,7 @@ how the others are read; fields that do not fit together raise when they are rea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from degarble.harness.formats.dialects import Dialect
     from degarble.harness.formats.layouts import ScaleLayout
     from degarble.harness.formats.number_formats import BlockFormat, NibbleOrder, ScaleDirection
+
+_SMALL = 1 << 17  # elements of a weight that is decoded whole, once, when a part is asked for
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,7 @@ class Weight:
         plain = self.storage is None and self.channel_scale is None
         if plain and self.value is not None and self.value.dtype is dtype:
             return self.value
-        scales = (self.block_scale, self.tensor_scale, self.zero_point, self.group_index)
-        fields = (self.value, self.codes, *scales, self.channel_scale)
-        parts = tuple(part for part in fields if part is not None)
+        parts = self._parts()
         if any(part.is_inference() for part in parts):
             return self._decode(dtype)  # no version counter would tell of a change
         # Trap: a patch may write into a tensor: its version changes, its identity does not.
@@ -162,12 +163,24 @@ class Weight:
             self._decoded[dtype] = _Decoded(parts, versions, self.storage, values, version)
         return values
 
+    def _parts(self) -> tuple[Tensor, ...]:
+        scales = (self.block_scale, self.tensor_scale, self.zero_point, self.group_index)
+        fields = (self.value, self.codes, *scales, self.channel_scale)
+        return tuple(part for part in fields if part is not None)
+
     def rows(self, part: slice, dtype: torch.dtype) -> Tensor:
-        """Return the values of a part of the first axis; decode no others where that can be."""
+        """Return the values of a part of the first axis; decode no others of a large weight."""
         if self.storage is None:
             return self._as_multiplied(self._plain()[part], dtype)
+        if math.prod(self.storage.shape) <= _SMALL and self._is_remembered():
+            return self.values(dtype)[part]
         cut = self.quantised().rows(part)
         return self.values(dtype)[part] if cut is None else self._as_multiplied(cut, dtype)
+
+    def _is_remembered(self) -> bool:
+        """Tell whether decoded values are kept; see `values`."""
+        inside = torch.is_inference_mode_enabled()
+        return not inside and not any(part.is_inference() for part in self._parts())
 
     def elements(self, part: slice) -> tuple[Tensor, Tensor] | None:
         """Return what codes of FP8 stand for in a part of the first axis, and the scale of each.

@@ -16,6 +16,7 @@ from degarble.harness.base.errors import (
     ScaleDirectionMismatch,
     ShapeMismatch,
 )
+from degarble.harness.formats import weight as weights
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.layouts import (
     LINEAR,
@@ -474,9 +475,13 @@ def test_writing_into_the_values_changes_no_weight(seed: int) -> None:
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS.values(), ids=SCALE_LAYOUTS)
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4, FP8_128X128_F32], ids=lambda fmt: fmt.name)
 def test_rows_decode_to_the_same_values_as_the_whole(
-    seed: int, fmt: BlockFormat, layout: ScaleLayout
+    seed: int, fmt: BlockFormat, layout: ScaleLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = quantised(seed, 300, 256, fmt=fmt)
+    kept = Weight.of(whole)
+    first = kept.rows(slice(0, 9), torch.float64)
+    assert first.data_ptr() == kept.values(torch.float64).data_ptr()
+    monkeypatch.setattr(weights, "_SMALL", 0)  # a large weight is not decoded whole
     if fmt.scale.bits < 32:
         whole = whole.with_layout(layout)
     weight, values = Weight.of(whole), dequantise(whole, torch.float64)
@@ -486,7 +491,8 @@ def test_rows_decode_to_the_same_values_as_the_whole(
     assert (whole.rows(slice(3, 131)) is None) == (fmt.block[0] > 1)
 
 
-def test_rows_of_a_stack_keep_their_own_scales(seed: int) -> None:
+def test_rows_of_a_stack_keep_their_own_scales(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_SMALL", 0)
     values = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(seed))
     whole = quantise(values, NVFP4, amax=values.abs().amax((1, 2))).with_layout(SWIZZLE_128X4)
     part = Weight.of(whole).rows(slice(1, 2), torch.float64)
