@@ -62,42 +62,45 @@ def product(x_TK: Tensor, value_NK: Tensor) -> Tensor:
 # Short sums of FP8 codes: the steps of tensor_core.dense_gemm in float32, where they are exact
 #
 # A product has 8 bits, a sum of aligned terms fewer than 24, and no product underflows.
+# Shape letters: B blocks of rows, L lanes, the rows of a block.
 
 _EXPONENT = U32(0x7F800000)
+_LANES = 32  # rows of B that are summed at once
 
 
 @compiled_with(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
 def _short_sums(
-    a_MK: Words, b_NK: Words, step: int, unit: np.float32, kept: np.uint32, out_MN: Words
+    a_MK: Words, b_BKL: Words, step: int, unit: np.float32, kept: np.uint32, out_MN: Words
 ) -> None:
-    word = np.zeros(1, np.float32)
-    bits = word.view(np.uint32)
-    for m in range(a_MK.shape[1]):
-        for n in range(b_NK.shape[1]):
-            total = F32(0.0)
+    """Sum for all lanes of a block of B's rows at once: a sum across lanes would cost most."""
+    lanes = b_BKL.shape[3]
+    total, largest = np.zeros(lanes, np.float32), np.zeros(lanes, np.float32)
+    scale, sums = np.zeros(lanes, np.float32), np.zeros(lanes, np.float32)
+    bits, power_bits = total.view(np.uint32), largest.view(np.uint32)
+    for block in range(b_BKL.shape[1]):
+        for m in range(a_MK.shape[1]):
+            total[:] = F32(0.0)
             for begin in range(0, a_MK.shape[2], step):
-                part = slice(begin, begin + step)
-                a, a_power, b, b_power = (
-                    a_MK[0, m, part],
-                    a_MK[1, m, part],
-                    b_NK[0, n, part],
-                    b_NK[1, n, part],
-                )
-                word[0] = total
-                bits[0] &= _EXPONENT
-                largest = word[0]
-                for k in range(step):
-                    largest = max(largest, a_power[k] * b_power[k])
-                if largest == F32(0.0):
-                    continue
-                scale = unit / largest
-                sums = np.trunc(total * scale)
-                for k in range(step):
-                    sums += np.trunc(a[k] * b[k] * scale)
-                word[0] = sums / scale
-                bits[0] &= kept
-                total = word[0]
-            out_MN[m, n] = total
+                for lane in range(lanes):
+                    power_bits[lane] = bits[lane] & _EXPONENT
+                for k in range(begin, begin + step):
+                    power = a_MK[1, m, k]
+                    for lane in range(lanes):
+                        largest[lane] = max(largest[lane], power * b_BKL[1, block, k, lane])
+                for lane in range(lanes):
+                    # All terms of a lane may be zero.
+                    some = largest[lane] > F32(0.0)
+                    scale[lane] = unit / largest[lane] if some else F32(1.0)
+                    sums[lane] = np.trunc(total[lane] * scale[lane])
+                for k in range(begin, begin + step):
+                    value = a_MK[0, m, k]
+                    for lane in range(lanes):
+                        sums[lane] += np.trunc(value * b_BKL[0, block, k, lane] * scale[lane])
+                for lane in range(lanes):
+                    total[lane] = sums[lane] / scale[lane]
+                    bits[lane] &= kept
+            for lane in range(lanes):
+                out_MN[m, block * lanes + lane] = total[lane]
 
 
 def short_sums(a_MK: Tensor, b_NK: Tensor, step: int, bits: int) -> Tensor:
@@ -105,10 +108,13 @@ def short_sums(a_MK: Tensor, b_NK: Tensor, step: int, bits: int) -> Tensor:
 
     A step's terms have so many fraction bits, and so has its sum.
     """
-    out = np.empty((a_MK.shape[1], b_NK.shape[1]), np.float32)
+    rows, width = b_NK.shape[1:]
+    whole = torch.nn.functional.pad(b_NK, (0, 0, 0, -rows % _LANES))
+    b_BKL = whole.reshape(2, -1, _LANES, width).transpose(2, 3).contiguous()
+    out = np.empty((a_MK.shape[1], whole.shape[1]), np.float32)
     kept = U32(0xFFFFFFFF >> (23 - bits) << (23 - bits))  # of a float32
-    _short_sums(a_MK.numpy(), b_NK.numpy(), step, F32(2.0**bits), kept, out)
-    return torch.from_numpy(out)
+    _short_sums(a_MK.numpy(), b_BKL.numpy(), step, F32(2.0**bits), kept, out)
+    return torch.from_numpy(out)[:, :rows]
 
 
 @_compiled
