@@ -42,8 +42,10 @@ _WIDE = {"hidden_size": 128, "intermediate_size": 256}
 _WITHOUT_STEPS = frozenset({"NVFP4", "MXFP8"})
 
 
-def _run(name: str, model: str = "llama", dtype: torch.dtype = torch.bfloat16) -> QuantisedRun:
-    more: dict[str, Any] = _WIDE if name == "FP8 block" else {}
+def _run(
+    name: str, model: str = "llama", dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> QuantisedRun:
+    more |= _WIDE if name == "FP8 block" else {}
     return QuantisedRun(model, INPUTS[name], dtype, **more)
 
 
@@ -72,7 +74,7 @@ def test_a_healthy_run_agrees(name: str, engine: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        ("FP8 token", "decoded"),
+        pytest.param("FP8 token", "decoded", marks=pytest.mark.slow),
         pytest.param("FP8 tensor", "exact", marks=pytest.mark.slow),
         pytest.param("FP8 tensor", "decoded", marks=pytest.mark.slow),
         pytest.param("INT8 token", "decoded", marks=pytest.mark.slow),
@@ -83,7 +85,7 @@ def test_a_healthy_run_agrees(name: str, engine: str, dtype: torch.dtype) -> Non
     ],
 )
 def test_a_healthy_run_of_quantised_experts_agrees(name: str, engine: str) -> None:
-    run = _run(name, "qwen3_moe")
+    run = _run(name, "qwen3_moe", num_experts=4, num_experts_per_tok=2)
     run.emulate(_ENGINES[engine])
     found = run.judged()
     assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
