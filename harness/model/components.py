@@ -1,10 +1,10 @@
 """List the components of a config under a recipe, and which outputs feed which inputs.
 
 A component is the unit that is replayed and judged. It has a full name, inputs with the sites that
-produce them, outputs, and the parameters that it reads. The tables of each family come first; then
-they are laid out for the blocks of one config. `<linear>.act_quant` is inserted in front of every
-linear whose input the recipe quantises; its codes and scales are then the linear's inputs. A recipe
-must quantise one input of two fused weights alike.
+produce them, outputs, and the parameters that it reads. The table of its family is laid out for the
+blocks of one config. `<linear>.act_quant` is inserted in front of every linear whose input the
+recipe quantises; its codes and scales are then the linear's inputs. A recipe must quantise one
+input of two fused weights alike.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from degarble.harness.model.parameters import WHERE, parameters
 from degarble.harness.model.recipes import BF16, Recipe, recipe_named
 from degarble.harness.model.registry import registered_for
 from degarble.harness.model.sites import Port, Site, parse_site
-from degarble.harness.model.types import Block, Kind, MlpType
+from degarble.harness.model.types import Block, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from degarble.harness.model.config.config import Config, V4Config, V32Config
+    from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
 
 
 # --------------------------------------------------------------------------------------------------
-# The wiring of each family
+# The wiring of a family
 #
 # One line a component: name, inputs with their producers, outputs, and the blocks it is in. A
 # producer is an output in the same block (`attn.norm.out`) or a word with an `@`:
@@ -56,184 +56,6 @@ class ComponentWiring(NamedTuple):
     outputs: str = "out"
     where: str = "all"
     kind: str = ""  # the word by which it is judged, where that is not its name
-
-
-_X = "x=attn.norm.out"
-_POS = "positions=@positions"
-# Inputs and outputs of a pooling component.
-_POOLED = (
-    f"{_POS} token_offsets=@offsets state_latent=@state state_gate=@state",
-    "out entry_offsets state_latent state_gate",
-)
-_RAGGED = f"{_POS} token_offsets=@offsets"
-_SCORED = f"{_RAGGED} state_keys=@state"
-_ROUTED = "experts=ffn.topk.experts"
-
-V4_BLOCK_WIRING = (
-    ComponentWiring("attn.hc_pre", "streams=@streams", "out post mix"),
-    ComponentWiring("attn.norm", "x=attn.hc_pre.out"),
-    ComponentWiring("attn.wq_a", _X),
-    ComponentWiring("attn.q_norm", "x=attn.wq_a.out"),
-    ComponentWiring("attn.wq_b", "x=attn.q_norm.out"),
-    ComponentWiring("attn.q_head_norm_rope", f"x=attn.wq_b.out {_POS}"),
-    ComponentWiring("attn.wkv", f"{_X} context=@context"),
-    ComponentWiring("attn.kv_norm_rope", f"x=attn.wkv.out {_POS}"),
-    ComponentWiring("attn.kv_write", "x=attn.kv_norm_rope.out"),
-    ComponentWiring("attn.compressor.proj", _X, "latent gate", "compressor"),
-    ComponentWiring(
-        "attn.compressor.pool",
-        f"latent=attn.compressor.proj.latent gate=attn.compressor.proj.gate {_POOLED[0]}",
-        _POOLED[1],
-        "compressor",
-    ),
-    ComponentWiring("attn.compressor.write", "x=attn.compressor.pool.out", "out", "compressor"),
-    ComponentWiring("attn.indexer.wq_b", "x=attn.q_norm.out", "out", "indexer"),
-    ComponentWiring("attn.indexer.q", f"x=attn.indexer.wq_b.out {_POS}", "out", "indexer"),
-    ComponentWiring("attn.indexer.weights_proj", _X, "out", "indexer"),
-    ComponentWiring("attn.indexer.compressor.proj", _X, "latent gate", "indexer"),
-    ComponentWiring(
-        "attn.indexer.compressor.pool",
-        "latent=attn.indexer.compressor.proj.latent gate=attn.indexer.compressor.proj.gate"
-        f" {_POOLED[0]}",
-        _POOLED[1],
-        "indexer",
-    ),
-    ComponentWiring(
-        "attn.indexer.scores",
-        "q=attn.indexer.q.out weights=attn.indexer.weights_proj.out"
-        f" keys=attn.indexer.compressor.pool.out {_SCORED}",
-        "out",
-        "indexer",
-    ),
-    ComponentWiring("attn.indexer.topk", "scores=attn.indexer.scores.out", "out", "indexer"),
-    ComponentWiring(
-        "attn.attend",
-        "q=attn.q_head_norm_rope.out window=attn.kv_write.out state_window=@state"
-        " compressed=attn.compressor.write.out chosen=attn.indexer.topk.out"
-        f" state_compressed=@state {_RAGGED}",
-    ),
-    ComponentWiring("attn.inverse_rope", f"x=attn.attend.out {_POS}"),
-    ComponentWiring("attn.wo_a", "x=attn.inverse_rope.out"),
-    ComponentWiring("attn.wo_b", "x=attn.wo_a.out"),
-    ComponentWiring(
-        "attn.hc_post",
-        "x=attn.wo_b.out streams=@streams post=attn.hc_pre.post mix=attn.hc_pre.mix",
-    ),
-    ComponentWiring("ffn.hc_pre", "streams=attn.hc_post.out", "out post mix"),
-    ComponentWiring("ffn.norm", "x=ffn.hc_pre.out"),
-    ComponentWiring("ffn.gate", "x=ffn.norm.out"),
-    ComponentWiring("ffn.topk", "logits=ffn.gate.out tokens=@tokens", "experts weights", "hash"),
-    ComponentWiring("ffn.topk", "logits=ffn.gate.out", "experts weights", "scored"),
-    ComponentWiring("ffn.experts.w13", f"x=ffn.norm.out {_ROUTED}"),
-    ComponentWiring(
-        "ffn.experts.act_quant", f"x=ffn.experts.w13.out {_ROUTED} weights=ffn.topk.weights"
-    ),
-    ComponentWiring("ffn.experts.w2", f"x=ffn.experts.act_quant.out {_ROUTED}"),
-    ComponentWiring("ffn.experts.combine", "x=ffn.experts.w2.out weights=ffn.topk.weights"),
-    ComponentWiring("ffn.shared.w13", "x=ffn.norm.out"),
-    ComponentWiring("ffn.shared.act", "x=ffn.shared.w13.out"),
-    ComponentWiring("ffn.shared.w2", "x=ffn.shared.act.out"),
-    ComponentWiring("ffn.moe_sum", "routed=ffn.experts.combine.out shared=ffn.shared.w2.out"),
-    ComponentWiring(
-        "ffn.hc_post",
-        "x=ffn.moe_sum.out streams=attn.hc_post.out post=ffn.hc_pre.post mix=ffn.hc_pre.mix",
-    ),
-)
-# The ends of the model: lines before the first block and after the last.
-V4_FIRST_WIRING = (ComponentWiring("embed", "tokens=@tokens"),)
-V4_LAST_WIRING = (
-    ComponentWiring("hc_head", "streams=@streams"),
-    ComponentWiring("norm", "x=hc_head.out"),
-    ComponentWiring("head", "x=norm.out"),
-)
-# `mtp` lines exist in MTP blocks; DSpark's drafter has several blocks, so its ends differ.
-V4_DRAFTER_FIRST_WIRING = (
-    ComponentWiring("embed", f"tokens=@tokens {_POS}", "out", "mtp, dspark first"),
-    ComponentWiring("enorm", "x=embed.out", "out", "mtp"),
-    ComponentWiring("hnorm", "x=@previous", "out", "mtp"),
-    ComponentWiring("e_proj", "x=enorm.out", "out", "mtp"),
-    ComponentWiring("h_proj", "x=hnorm.out", "out", "mtp"),
-    ComponentWiring("join", "e=e_proj.out h=h_proj.out", "out", "mtp"),
-    ComponentWiring("main_mean", "@targets", "out", "dspark first"),
-    ComponentWiring("main_proj", "x=main_mean.out", "out", "dspark first"),
-    ComponentWiring("main_norm", "x=main_proj.out", "out", "dspark first"),
-)
-V4_DRAFTER_LAST_WIRING = (
-    ComponentWiring("hc_head", "streams=ffn.hc_post.out", "out", "mtp, dspark last"),
-    ComponentWiring("norm", "x=hc_head.out", "out", "mtp, dspark last"),
-    ComponentWiring("head", "x=norm.out", "out", "mtp, dspark last"),
-    ComponentWiring("markov", "tokens=@tokens", "out hidden", "dspark last"),
-    ComponentWiring("confidence", "x=norm.out markov=markov.hidden", "out", "dspark last"),
-)
-
-# The residual is a stream of its own: each norm adds its input to it and puts out both.
-V32_BLOCK_WIRING = (
-    ComponentWiring("attn.norm", "x=@stream residual=@residual", "out residual"),
-    ComponentWiring("attn.wq_a", _X),
-    ComponentWiring("attn.q_norm", "x=attn.wq_a.out"),
-    ComponentWiring("attn.wq_b", "x=attn.q_norm.out"),
-    ComponentWiring("attn.wkv_a", _X),
-    ComponentWiring("attn.rope", f"q=attn.wq_b.out key=attn.wkv_a.out:rope {_POS}", "q key"),
-    ComponentWiring("attn.kv_norm", "x=attn.wkv_a.out:latent"),
-    ComponentWiring("attn.kv_write", "latent=attn.kv_norm.out key=attn.rope.key"),
-    ComponentWiring("attn.wkv_b", "x=attn.kv_write.out:latent"),
-    ComponentWiring("attn.indexer.wq_b", "x=attn.q_norm.out"),
-    ComponentWiring("attn.indexer.q", f"x=attn.indexer.wq_b.out {_POS}"),
-    ComponentWiring("attn.indexer.wk", _X),
-    ComponentWiring("attn.indexer.k", f"x=attn.indexer.wk.out {_POS}"),
-    ComponentWiring("attn.indexer.weights_proj", _X),
-    ComponentWiring(
-        "attn.indexer.scores",
-        "q=attn.indexer.q.out weights=attn.indexer.weights_proj.out"
-        f" keys=attn.indexer.k.out {_SCORED}",
-    ),
-    ComponentWiring("attn.indexer.topk", "scores=attn.indexer.scores.out"),
-    ComponentWiring(
-        "attn.attend",
-        "q=attn.rope.q rows=attn.kv_write.out expanded=attn.wkv_b.out chosen=attn.indexer.topk.out"
-        f" state_rows=@state state_expanded=@state {_RAGGED}",
-    ),
-    ComponentWiring("attn.wo", "x=attn.attend.out"),
-    ComponentWiring("ffn.norm", "x=attn.wo.out residual=attn.norm.residual", "out residual"),
-    ComponentWiring("ffn.w13", "x=ffn.norm.out", "out", "dense"),
-    ComponentWiring("ffn.act", "x=ffn.w13.out", "out", "dense"),
-    ComponentWiring("ffn.w2", "x=ffn.act.out", "out", "dense"),
-    ComponentWiring("ffn.gate", "x=ffn.norm.out", "out", "moe"),
-    ComponentWiring("ffn.topk", "logits=ffn.gate.out", "experts weights", "moe"),
-    ComponentWiring("ffn.experts.w13", f"x=ffn.norm.out {_ROUTED}", "out", "moe"),
-    ComponentWiring(
-        "ffn.experts.act_quant",
-        f"x=ffn.experts.w13.out {_ROUTED} weights=ffn.topk.weights",
-        "out",
-        "moe",
-    ),
-    ComponentWiring("ffn.experts.w2", f"x=ffn.experts.act_quant.out {_ROUTED}", "out", "moe"),
-    ComponentWiring(
-        "ffn.experts.combine", "x=ffn.experts.w2.out weights=ffn.topk.weights", "out", "moe"
-    ),
-    ComponentWiring("ffn.shared.w13", "x=ffn.norm.out", "out", "moe"),
-    ComponentWiring("ffn.shared.act", "x=ffn.shared.w13.out", "out", "moe"),
-    ComponentWiring("ffn.shared.w2", "x=ffn.shared.act.out", "out", "moe"),
-    ComponentWiring(
-        "ffn.moe_sum", "routed=ffn.experts.combine.out shared=ffn.shared.w2.out", "out", "moe"
-    ),
-)
-V32_FIRST_WIRING = (ComponentWiring("embed", "tokens=@tokens"),)
-V32_LAST_WIRING = (
-    ComponentWiring("norm", "x=@stream residual=@residual", "out residual"),
-    ComponentWiring("head", "x=norm.out"),
-)
-V32_DRAFTER_FIRST_WIRING = (
-    ComponentWiring("embed", "tokens=@tokens"),
-    ComponentWiring("enorm", "x=embed.out"),
-    ComponentWiring("hnorm", "x=@previous"),
-    ComponentWiring("join", "e=enorm.out h=hnorm.out"),
-    ComponentWiring("eh_proj", "x=join.out"),
-)
-V32_DRAFTER_LAST_WIRING = (
-    ComponentWiring("norm", "x=ffn.moe_sum.out residual=ffn.norm.residual", "out residual"),
-    ComponentWiring("head", "x=norm.out"),
-)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -377,37 +199,6 @@ def _present(
 ) -> list[ComponentWiring]:
     places = {name: exists(block, config) for name, exists in WHERE.items()}
     return [line for line in lines if any(places[each] for each in line.where.split(", "))]
-
-
-def entering_v32(config: V32Config, block: Block | None, before: Block | None) -> Mapping[str, str]:
-    """Return what enters a block of V3.2: the stream and its residual."""
-    del config
-    if block is not None and block.is_drafter:
-        # The drafter continues the normed stream (as vLLM's V3 drafter does; no primary source).
-        previous = f"mtp.{block.index - 1}.norm.out" if block.index else "norm.out"
-        return {"previous": previous, "stream": f"{block.prefix}.eh_proj.out"}
-    if before is None:
-        return {"stream": "embed.out"}
-    last = "ffn.w2.out" if before.mlp_type is MlpType.DENSE else "ffn.moe_sum.out"
-    return {
-        "stream": f"{before.prefix}.{last}",
-        "residual": f"{before.prefix}.ffn.norm.residual",
-    }
-
-
-def entering_v4(config: V4Config, block: Block | None, before: Block | None) -> Mapping[str, str]:
-    """Return what enters a block of V4: the residual streams."""
-    streams = f"{before.prefix}.ffn.hc_post.out" if before else "embed.out:streams"
-    if block is None or not block.is_drafter:
-        return {"streams": streams}
-    if config.dspark is None:
-        return {"previous": streams, "streams": f"{block.prefix}.join.out"}
-    behind = enumerate(config.dspark.target_layer_ids)
-    return {
-        "streams": streams if block.index else f"{block.prefix}.embed.out:streams",
-        "context": "mtp.0.main_norm.out",
-        **{f"target_{i}": f"layers.{layer}.ffn.hc_post.out" for i, layer in behind},
-    }
 
 
 def _before(config: Config, block: Block) -> Block | None:

@@ -23,7 +23,7 @@ from degarble.harness.model.config.config import (
     V32Config,
     has_parallel_drafter,
 )
-from degarble.harness.model.parameters import EXPERT, V4_BLOCK
+from degarble.harness.model.parameters import EXPERT
 from degarble.harness.model.recipes import Recipe, recipe_named
 from degarble.harness.model.registry import registered_for
 from degarble.harness.model.types import Dtype, Kind
@@ -250,22 +250,6 @@ V32_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         )
     }
 )
-
-
-def with_fused_compressors(layout: Layout) -> Layout:
-    """Return a layout of V4 that fuses compressors as vLLM does, and keeps the rest apart."""
-    rows = {row.name: row.hf for row in V4_BLOCK}
-    renamed = layout.spelling is Spelling.HUGGINGFACE
-    fusions = tuple(
-        replace(fusion, target=_fused_name(rows[fusion.members[0]], fusion)) if renamed else fusion
-        for fusion in _VLLM_V4_FUSIONS
-        if fusion.target.endswith(FUSED_COMPRESSOR)
-    )
-    return replace(layout, fusions=fusions)
-
-
-def _fused_name(member: str, fusion: Fusion) -> str:
-    return f"{member.rpartition('.')[0]}.{fusion.target.rpartition('.')[2]}"
 
 
 def layouts_of(config: Config) -> Mapping[str, Layout]:

@@ -10,8 +10,7 @@ and `rules`, a list of {match, weight, activation}; `activation` may be left out
 and repeated keys, aliases, unknown formats, and quantised activations of an unquantised weight are
 errors.
 
-Sources of the built-in recipes: facts of ModelOpt's V4 and V3.2 exports and of the first field
-report, cited at the lines below.
+What a built-in recipe says is a family's own: ModelFamily.rules.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from degarble.harness.model.config.config import Config, V4Config
+    from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
 
 BF16 = "BF16"  # as stored by the source: no quantisation, no scales
@@ -131,52 +130,6 @@ class Recipe:
         return tuple(rule.match for rule in open_rules.values())
 
 
-_FP8 = ("FP8_128X128_UE8M0", "FP8_1X128_UE8M0")
-_FP8_F32 = ("FP8_128X128_F32", "FP8_1X128_F32")
-_NVFP4 = ("NVFP4", "NVFP4")
-
-# DeepSeek-V4-Pro shard headers; quantization_config: activation_scheme dynamic, scale_fmt ue8m0.
-# The official code alone dequantises wo_a to BF16 after loading; serving engines keep it FP8.
-_V4_SOURCE = (
-    Rule("*.compressor.*", BF16),
-    Rule("*.attn.indexer.weights_proj", BF16),
-    Rule("*.attn.*", *_FP8),
-    Rule("*.ffn.shared_experts.*", *_FP8),
-    Rule("mtp.*.e_proj", *_FP8),
-    Rule("mtp.*.h_proj", *_FP8),
-    Rule("mtp.*.main_proj", *_FP8),
-)
-_V4_MXFP4_EXPERTS = Rule("*.ffn.experts.*", "MXFP4", "FP8_1X128_UE8M0")
-# The -Base releases: expert_dtype fp8, which vLLM reads with fp32 scales.
-_V4_FP8_EXPERTS = Rule("*.ffn.experts.*", "FP8_128X128_F32", "FP8_1X128_UE8M0")
-# DeepSeek-V3.2: FP8 with fp32 scales, of power-of-two values; quantised dynamically in 1x128.
-_V32_SOURCE = (
-    Rule("*.attn.indexer.weights_proj", BF16),
-    # Decode absorbs this matrix into q and o, so no quantised activation ever meets it there.
-    Rule("*.attn.wkv_b", "FP8_128X128_F32"),
-    Rule("*.attn.*", *_FP8_F32),
-    Rule("*.ffn.gate", BF16),
-    Rule("*.ffn.*", *_FP8_F32),
-)
-
-# The first field report's checkpoint: linears and compressors NVFP4; o_a, the router, embedding and
-# head BF16. Of the indexer it names the compressor alone, so the indexer's other linears stay BF16.
-_V4_FULL = (
-    Rule("layers.*.attn.wo_a", BF16),
-    Rule("layers.*.attn.indexer.wq_b", BF16),
-    Rule("layers.*.attn.indexer.weights_proj", BF16),
-    Rule("layers.*.attn.*", *_NVFP4),
-    Rule("layers.*.ffn.experts.*", *_NVFP4),
-    Rule("layers.*.ffn.shared_experts.*", *_NVFP4),
-)
-# NVIDIA/Model-Optimizer examples/deepseek/deepseek_v3: experts, shared experts, dense MLPs, o_proj.
-_V32_FULL = (
-    Rule("layers.*.attn.wo", *_NVFP4),
-    Rule("layers.*.ffn.gate", BF16),
-    Rule("layers.*.ffn.*", *_NVFP4),
-)
-_NVFP4_EXPERTS = Rule("layers.*.ffn.experts.*", *_NVFP4)
-
 RECIPE_NAMES = ("bf16", "official", "nvfp4-experts", "nvfp4-full")
 
 
@@ -186,24 +139,6 @@ def recipe_named(name: str, config: Config) -> Recipe:
         raise UnknownName.among("recipe", name, RECIPE_NAMES)
     rules = () if name == "bf16" else registered_for(config).rules(name, config)
     return Recipe(name, rules)
-
-
-def v4_rules(recipe: str, config: V4Config) -> tuple[Rule, ...]:
-    """Return the rules of a recipe for V4; they depend on its expert_dtype."""
-    if recipe == "nvfp4-full":
-        return _V4_FULL
-    experts = _V4_FP8_EXPERTS if config.expert_dtype == "fp8" else _V4_MXFP4_EXPERTS
-    return _with_experts(recipe, (experts, *_V4_SOURCE))
-
-
-def v32_rules(recipe: str) -> tuple[Rule, ...]:
-    """Return the rules of a recipe for V3.2."""
-    return _V32_FULL if recipe == "nvfp4-full" else _with_experts(recipe, _V32_SOURCE)
-
-
-def _with_experts(recipe: str, source: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    # The drafter keeps its source format: layers.* only.
-    return (_NVFP4_EXPERTS, *source) if recipe == "nvfp4-experts" else source
 
 
 def recipe_from_file(path: Path, config: Config) -> Recipe:

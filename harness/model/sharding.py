@@ -1,8 +1,8 @@
 """Sharding plans: which rank holds which box of which parameter, under TP, EP and PP.
 
-Each engine has a table of cuts, one line a parameter; a plan applies it to a config. A plan is data
-about logical parameters; the stored parts of a shard follow from its box (`part_boxes`), and the
-tensors of one rank from the layout (`rank_tensors`).
+A family has a table of cuts for each engine, one line a parameter; a plan applies it to a config.
+A plan is data about logical parameters; the stored parts of a shard follow from its box
+(`part_boxes`), and the tensors of one rank from the layout (`rank_tensors`).
 
 Ranks are numbered stage by stage. A stage has max(tp, ep) ranks: attention is cut into tp and
 repeated where ep is larger (data-parallel attention); experts are spread over ep, or, where ep is
@@ -10,8 +10,7 @@ repeated where ep is larger (data-parallel attention); experts are spread over e
 one, which also holds the head and the drafter; a drafter has its own copy of the embedding.
 
 TP must divide the output groups (V4) or heads (V3.2), EP must divide the experts and be a multiple
-of TP, PP may not exceed the layers, and no cut may split a scale block. Sources: vLLM 0.33
-models/deepseek_v4 and DeepSeek-V4 inference/convert.py.
+of TP, PP may not exceed the layers, and no cut may split a scale block.
 """
 
 from __future__ import annotations
@@ -47,57 +46,6 @@ class ShardCut(NamedTuple):
 
 
 ROWS, COLUMNS = ShardCut(0), ShardCut(1)
-_BLOCKS_OF_ROWS, _BLOCKS_OF_COLUMNS = ShardCut(0, 128, padded=True), ShardCut(1, 128, padded=True)
-_EXPERTS = {
-    "ffn.experts.{e}.w1": ROWS,
-    "ffn.experts.{e}.w2": COLUMNS,
-    "ffn.experts.{e}.w3": ROWS,
-}
-
-# By style of an engine. What no line names is repeated on every rank of its stage. Experts are cut
-# only where ep is 1.
-V4_SHARDING: Mapping[str, Mapping[str, ShardCut]] = {
-    "vllm": {
-        "embed": ROWS,
-        "head": ROWS,
-        "attn.wq_b": ROWS,
-        "attn.wo_a": ROWS,
-        "attn.wo_b": COLUMNS,
-        "attn.attn_sink": ROWS,
-        # Padded so that every rank has whole 128-blocks.
-        "ffn.shared_experts.w1": _BLOCKS_OF_ROWS,
-        "ffn.shared_experts.w2": _BLOCKS_OF_COLUMNS,
-        "ffn.shared_experts.w3": _BLOCKS_OF_ROWS,
-        **_EXPERTS,
-    },
-    # The official convert.py cuts the indexer's heads and repeats the shared expert.
-    "official": {
-        "embed": ROWS,
-        "head": ROWS,
-        "attn.wq_b": ROWS,
-        "attn.wo_a": ROWS,
-        "attn.wo_b": COLUMNS,
-        "attn.attn_sink": ROWS,
-        "attn.indexer.wq_b": ROWS,
-        "attn.indexer.weights_proj": ROWS,
-    },
-}
-V32_SHARDING: Mapping[str, Mapping[str, ShardCut]] = {
-    "vllm": {
-        "embed": ROWS,
-        "head": ROWS,
-        "attn.wq_b": ROWS,
-        "attn.wkv_b": ROWS,
-        "attn.wo": COLUMNS,
-        "ffn.w1": ROWS,
-        "ffn.w2": COLUMNS,
-        "ffn.w3": ROWS,
-        "ffn.shared_experts.w1": ROWS,
-        "ffn.shared_experts.w2": COLUMNS,
-        "ffn.shared_experts.w3": ROWS,
-        **_EXPERTS,
-    },
-}
 
 
 class ParameterShard(NamedTuple):

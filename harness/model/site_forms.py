@@ -1,6 +1,6 @@
 """The form of every site of a model: numbers, integers or codes, and the extents of one row.
 
-The outputs of each role stand in two tables, in the shape letters of parameters.py; an input has
+The outputs of each role stand in a table of the family, in its shape letters; an input has
 the form of the output that produces it. Drafter blocks have no forms. The number of rows depends
 on the run, so a form only says what they count.
 """
@@ -105,62 +105,6 @@ class FormRow(NamedTuple):
 
 
 _I = ElementKind.INTEGERS
-_BOTH = (
-    FormRow("embed", "D"),
-    FormRow("head", "V"),
-    FormRow("attn.wq_a attn.q_norm", "ql"),
-    FormRow("attn.indexer.wq_b", "IH*id"),
-    FormRow("attn.indexer.q", "IH id"),
-    FormRow("attn.indexer.weights_proj", "IH"),
-    FormRow("attn.indexer.scores", ANY),
-    FormRow("attn.indexer.topk", ANY, holds=_I),
-    FormRow("ffn.gate", "E"),
-    FormRow("ffn.topk", "k", "experts", _I),
-    FormRow("ffn.topk", "k", "weights"),
-    FormRow("ffn.experts.w13", "k 2*I"),
-    FormRow("ffn.experts.act_quant", "k I"),
-    FormRow("ffn.experts.w2", "k D"),
-    FormRow("ffn.experts.combine ffn.shared.w2 ffn.moe_sum", "D"),
-)
-_POOL, _INDEXER_POOL = "attn.compressor.pool", "attn.indexer.compressor.pool"
-V4_FORMS = (
-    *_BOTH,
-    FormRow("attn.hc_pre ffn.hc_pre attn.norm ffn.norm attn.wo_b hc_head norm", "D"),
-    FormRow("attn.hc_pre ffn.hc_pre", "S", "post"),
-    FormRow("attn.hc_pre ffn.hc_pre", "S S", "mix"),
-    FormRow("attn.hc_post ffn.hc_post", "S D"),
-    FormRow("attn.wq_b attn.inverse_rope", "H*d"),
-    FormRow("attn.q_head_norm_rope attn.attend", "H d"),
-    FormRow("attn.wkv attn.kv_norm_rope attn.kv_write", "d"),
-    FormRow("attn.compressor.proj", "c*d", "latent gate"),
-    FormRow(_POOL, "d", counts=RowUnit.OTHERS),
-    FormRow(_POOL, "m*c c*d", "state_latent state_gate", counts=RowUnit.SEQUENCES),
-    FormRow("attn.compressor.write", "d", counts=RowUnit.OTHERS),
-    FormRow("attn.indexer.compressor.proj", "c*id", "latent gate"),
-    FormRow(_INDEXER_POOL, "id", counts=RowUnit.OTHERS),
-    FormRow(_INDEXER_POOL, "m*c c*id", "state_latent state_gate", counts=RowUnit.SEQUENCES),
-    FormRow(f"{_POOL} {_INDEXER_POOL}", "", "entry_offsets", _I, RowUnit.BOUNDS),
-    FormRow("attn.wo_a", "g*ol"),
-    FormRow("ffn.shared.w13", "2*I"),
-    FormRow("ffn.shared.act", "I"),
-)
-V32_FORMS = (
-    *_BOTH,
-    FormRow("attn.norm ffn.norm norm", "D", "out residual"),
-    FormRow("attn.wo ffn.w2", "D"),
-    FormRow("attn.wq_b", "H*n+H*p"),
-    FormRow("attn.rope", "H n+p", "q"),
-    FormRow("attn.rope", "p", "key"),
-    FormRow("attn.wkv_a attn.kv_write", "kl+p"),
-    FormRow("attn.kv_norm", "kl"),
-    FormRow("attn.wkv_b", "H*n+H*v"),
-    FormRow("attn.indexer.wk attn.indexer.k", "id"),
-    FormRow("attn.attend", "H*v"),
-    FormRow("ffn.w13", "2*F"),
-    FormRow("ffn.act", "F"),
-    FormRow("ffn.shared.w13", "2*X"),
-    FormRow("ffn.shared.act", "X"),
-)
 _OUTSIDE = {
     "tokens": SiteForm((), _I),
     "positions": SiteForm((), _I),

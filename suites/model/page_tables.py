@@ -10,7 +10,22 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from degarble.harness.model import components
+from degarble.harness.families.deepseek_v4.tables import (
+    V4_BLOCK,
+    V4_BLOCK_WIRING,
+    V4_ENDS,
+    V4_FIRST_WIRING,
+    V4_LAST_WIRING,
+    V4_MTP,
+)
+from degarble.harness.families.deepseek_v32.tables import (
+    V32_BLOCK,
+    V32_BLOCK_WIRING,
+    V32_ENDS,
+    V32_FIRST_WIRING,
+    V32_LAST_WIRING,
+    V32_MTP,
+)
 from degarble.harness.model.config.config import (
     LAYER_TYPES,
     V3_2,
@@ -20,18 +35,7 @@ from degarble.harness.model.config.config import (
     compressor_windows,
 )
 from degarble.harness.model.layouts import Layout, layout_named
-from degarble.harness.model.parameters import (
-    EXPERT,
-    V4_BLOCK,
-    V4_ENDS,
-    V4_MTP,
-    V32_BLOCK,
-    V32_ENDS,
-    V32_MTP,
-    Parameter,
-    Row,
-    parameters,
-)
+from degarble.harness.model.parameters import EXPERT, Parameter, Row, parameters
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.harness.model.tensors import tensors_of
 from degarble.harness.model.types import Block, Kind, LayerType, MlpType
@@ -40,6 +44,7 @@ from degarble.suites.support.families import LAYOUTS, STYLES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from degarble.harness.model import components
     from degarble.harness.model.sharding import ShardCut
     from degarble.suites.support.configs import DeepSeekConfig
 
@@ -239,12 +244,8 @@ def shards() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "layer types": layer_types,
     "models": models,
-    "v4 diagram": lambda: diagram(
-        (*components.V4_FIRST_WIRING, *components.V4_BLOCK_WIRING, *components.V4_LAST_WIRING)
-    ),
-    "v3.2 diagram": lambda: diagram(
-        (*components.V32_FIRST_WIRING, *components.V32_BLOCK_WIRING, *components.V32_LAST_WIRING)
-    ),
+    "v4 diagram": lambda: diagram((*V4_FIRST_WIRING, *V4_BLOCK_WIRING, *V4_LAST_WIRING)),
+    "v3.2 diagram": lambda: diagram((*V32_FIRST_WIRING, *V32_BLOCK_WIRING, *V32_LAST_WIRING)),
     "v4 names": lambda: names(V4Config.family),
     "v3.2 names": lambda: names("deepseek_v32"),
     "layouts": layouts,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, UnknownName
 from degarble.harness.families.deepseek_v4.family import DeepSeekV4
-from degarble.harness.model import components as wiring
+from degarble.harness.families.deepseek_v4.tables import V4_BLOCK_WIRING
 from degarble.harness.model.components import (
     OUTSIDE,
     Component,
@@ -37,6 +37,7 @@ from degarble.suites.model.configs import configs
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from degarble.harness.model import components as wiring
     from degarble.suites.support.configs import DeepSeekConfig
 
 
@@ -118,7 +119,7 @@ def loose_ends(found: Iterable[Component]) -> list[str]:
 
 
 def test_a_wrong_producer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [replace_input(line, "attn.wq_b") for line in wiring.V4_BLOCK_WIRING]
+    lines = [replace_input(line, "attn.wq_b") for line in V4_BLOCK_WIRING]
     changed = replace(DeepSeekV4.wiring, block=tuple(lines))
     monkeypatch.setattr(DeepSeekV4, "wiring", changed)
     found = loose_ends(components(small_v4(compress_ratios=(0,) * 5)))

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from degarble.harness.base.errors import Refused, UnknownName, UnreadableFile
+from degarble.harness.families.deepseek_v4.tables import V4_BLOCK, V4_ENDS, V4_MTP
+from degarble.harness.families.deepseek_v32.tables import V32_BLOCK, V32_ENDS, V32_MTP
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.model.config.config import (
     V3_2,
@@ -20,18 +22,7 @@ from degarble.harness.model.config.config import (
     small_v4,
     small_v32,
 )
-from degarble.harness.model.parameters import (
-    V4_BLOCK,
-    V4_ENDS,
-    V4_MTP,
-    V32_BLOCK,
-    V32_ENDS,
-    V32_MTP,
-    WHERE,
-    Row,
-    parameter_named,
-    parameters,
-)
+from degarble.harness.model.parameters import WHERE, Row, parameter_named, parameters
 from degarble.harness.model.recipes import (
     ACTIVATION_FORMATS,
     BF16,

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, ShapeMismatch, UnknownName
 from degarble.harness.families.deepseek_v4.family import DeepSeekV4
+from degarble.harness.families.deepseek_v4.tables import V4_BLOCK, V4_ENDS, V4_MTP
 from degarble.harness.model.config.config import (
     V3_2,
     V4_FLASH,
@@ -23,14 +24,7 @@ from degarble.harness.model.config.config import (
     small_v32,
 )
 from degarble.harness.model.layouts import Layout, layout_named
-from degarble.harness.model.parameters import (
-    V4_BLOCK,
-    V4_ENDS,
-    V4_MTP,
-    ParameterTable,
-    parameter_named,
-    parameters,
-)
+from degarble.harness.model.parameters import ParameterTable, parameter_named, parameters
 from degarble.harness.model.recipes import UNQUANTISED, Formats, Recipe, Rule
 from degarble.harness.model.tensors import (
     SUFFIXES,

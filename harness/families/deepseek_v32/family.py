@@ -5,28 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.model.components import (
+from degarble.harness.families.deepseek_v32.tables import (
+    V32_BLOCK,
     V32_BLOCK_WIRING,
     V32_DRAFTER_FIRST_WIRING,
     V32_DRAFTER_LAST_WIRING,
+    V32_ENDS,
     V32_FIRST_WIRING,
+    V32_FORMS,
     V32_LAST_WIRING,
-    Wiring,
+    V32_MTP,
+    V32_SHARDING,
     entering_v32,
+    v32_letters,
+    v32_rules,
 )
+from degarble.harness.model.components import Wiring
 from degarble.harness.model.config.json_file import read_v32, write_v32
 from degarble.harness.model.family import TabledFamily
 from degarble.harness.model.layouts import V32_LAYOUTS, Spelling
-from degarble.harness.model.parameters import (
-    V32_BLOCK,
-    V32_ENDS,
-    V32_MTP,
-    ParameterTable,
-    v32_letters,
-)
-from degarble.harness.model.recipes import BF16, Recipe, Rule, v32_rules
-from degarble.harness.model.sharding import V32_SHARDING
-from degarble.harness.model.site_forms import V32_FORMS, FormTable
+from degarble.harness.model.parameters import ParameterTable
+from degarble.harness.model.recipes import BF16, Recipe, Rule
+from degarble.harness.model.site_forms import FormTable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -91,7 +91,7 @@ class DeepSeekV32(TabledFamily):
     form_table = FormTable(V32_FORMS, {"latent": "kl", "rope": "p"})
 
     def letters(self, config: V32Config) -> dict[str, int]:
-        """Return the letters of parameters.py."""
+        """Return the letters of tables.py."""
         return v32_letters(config)
 
     # ---- checkpoints -----------------------------------------------------------------------------

@@ -5,29 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.formats.number_formats import FP8_128X128_F32, FP8_128X128_UE8M0
-from degarble.harness.model.components import (
+from degarble.harness.families.deepseek_v4.tables import (
+    V4_BLOCK,
     V4_BLOCK_WIRING,
     V4_DRAFTER_FIRST_WIRING,
     V4_DRAFTER_LAST_WIRING,
+    V4_ENDS,
     V4_FIRST_WIRING,
+    V4_FORMS,
     V4_LAST_WIRING,
-    Wiring,
+    V4_MTP,
+    V4_SHARDING,
     entering_v4,
+    v4_letters,
+    v4_rules,
+    with_fused_compressors,
 )
+from degarble.harness.formats.number_formats import FP8_128X128_F32, FP8_128X128_UE8M0
+from degarble.harness.model.components import Wiring
 from degarble.harness.model.config.json_file import read_v4, write_v4
 from degarble.harness.model.family import TabledFamily
-from degarble.harness.model.layouts import V4_LAYOUTS, Spelling, with_fused_compressors
-from degarble.harness.model.parameters import (
-    V4_BLOCK,
-    V4_ENDS,
-    V4_MTP,
-    ParameterTable,
-    v4_letters,
-)
-from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named, v4_rules
-from degarble.harness.model.sharding import V4_SHARDING
-from degarble.harness.model.site_forms import V4_FORMS, FormTable
+from degarble.harness.model.layouts import V4_LAYOUTS, Spelling
+from degarble.harness.model.parameters import ParameterTable
+from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
+from degarble.harness.model.site_forms import FormTable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -93,7 +94,7 @@ class DeepSeekV4(TabledFamily):
     form_table = FormTable(V4_FORMS, {"streams": "S D"})
 
     def letters(self, config: V4Config) -> dict[str, int]:
-        """Return the letters of parameters.py."""
+        """Return the letters of tables.py."""
         return v4_letters(config)
 
     # ---- checkpoints -----------------------------------------------------------------------------

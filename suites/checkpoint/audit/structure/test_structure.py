@@ -18,8 +18,9 @@ from degarble.harness.checkpoint.audit.structure.manifest_check import (
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import MANIFEST
+from degarble.harness.families.deepseek_v4.tables import with_fused_compressors
 from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.layouts import layout_named, with_fused_compressors
+from degarble.harness.model.layouts import layout_named
 from degarble.suites.checkpoint.audit.planted_numbers import Bytes
 from degarble.suites.checkpoint.converting_cases import source
 from degarble.suites.checkpoint.reading_cases import write_shards
