@@ -71,8 +71,8 @@ class AnswerLevel(StrEnum):
 class Origin:
     """The place that added a difference. The fields are the keys of `origins` in `--json`.
 
-    `difference` and `budget` are relative L2; `confidence` is the share of the outputs that the
-    named fault or the description reproduces, 0 where the component is known alone.
+    `difference` and `budget` are relative L2; `confidence` is how sure the cause is
+    (`confidence_of` in engine/diagnose), 0 where the component is known alone.
     """
 
     layer: int | None

@@ -194,7 +194,8 @@ def test_a_calibration_is_learned_on_one_half_and_tried_on_the_other(tmp_path: P
     lines = []
     for seed in range(400):
         sure = seed % 8 > 1
-        fault = {"proof": {"within": 1.0 if sure else 0.95}, "cause": "named" if sure else "false"}
+        proof = {"confidence": 1.0 if sure else 0.95}
+        fault = {"proof": proof, "cause": "named" if sure else "false"}
         case = {"seed": seed, "detail": json.dumps({"faults": [fault, {"proof": {}}]})}
         lines.append(json.dumps(case) + "\n")
     (tmp_path / "random_faults.jsonl").write_text("".join(lines))

@@ -201,11 +201,11 @@ def origin_of(origin: DiagnosedOrigin) -> Origin:
         where = {**origin.diagnosed.where, **where}
     if named is not None:
         where |= {key: each for key, each in named.variant.where.items() if key not in where}
-    reproduced, evidence = 0.0, discrepancy.sentence
+    evidence = discrepancy.sentence
     if named is not None:
-        reproduced, evidence = named.reproduced, named.evidence
+        evidence = named.evidence
     elif described is not None:
-        reproduced, evidence = described.fit.within, described.evidence
+        evidence = described.evidence
     return Origin(
         layer,
         role,
@@ -215,7 +215,7 @@ def origin_of(origin: DiagnosedOrigin) -> Origin:
         cosine,
         difference,
         budget,
-        reproduced,
+        0.0 if origin.diagnosed is None else origin.diagnosed.confidence,
         evidence,
         origin.reproducer,
         origin.level,

@@ -38,7 +38,7 @@ from degarble.harness.engine.diagnose.trial import (
     untouched,
 )
 from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, Reach
-from degarble.harness.engine.faults.regions import flat
+from degarble.harness.engine.faults.regions import apart, flat
 from degarble.harness.engine.faults.registry import faults_for
 from degarble.harness.engine.faults.traced.inputs import taken_anew
 from degarble.harness.engine.faults.weight_faults import remembering
@@ -251,6 +251,7 @@ class Diagnosed:
     like: str = ""  # the component whose cause was tried first, and holds here as well
     described: Described | None = None
     condition: ActiveCondition | None = None  # of what is described
+    confidence: float = 0.0  # that the first cause gives the next row as well, and no other does
 
     @property
     def where(self) -> Mapping[str, str]:
@@ -332,9 +333,43 @@ def diagnose(
     sentence = _sentence(named, excluded, len(sitting), tried)
     if described is not None:
         sentence = f"{described.evidence} {sentence}"
+    confidence = confidence_of(calls, named, described)
     return Diagnosed(
-        named, excluded, tried, sentence, described=described, condition=condition
+        named, excluded, tried, sentence, described=described, condition=condition,
+        confidence=confidence,
     )  # fmt: skip
+
+
+def confidence_of(
+    calls: Sequence[CallRecord], named: Sequence[NamedFault], described: Described | None
+) -> float:
+    """Return how sure the first cause is: 0 without one.
+
+    It gives every one of n rows that differ; by Laplace's rule of succession the next one follows
+    it with (n + 1) / (n + 2). Causes that explain them equally well share that, and a cause that
+    leaves outputs beyond their budget has only its part of it.
+    """
+    if named:
+        within, equal = named[0].reproduced, 1 + len(named[0].alternatives)
+    elif described is not None:
+        within, equal = described.fit.within, 1
+    else:
+        return 0.0
+    rows = sum(map(_differing_rows, calls))
+    return round(within * (rows + 1) / (rows + 2) / equal, 4)
+
+
+def _differing_rows(record: CallRecord) -> int:
+    """Count the rows of a call that differ by more than roundings; by anything, where none does."""
+    expected, beyond, unlike = untouched(record), 0, 0
+    for name, seen in seen_tensors(record).items():
+        right = expected.get(name)
+        if right is None or seen.shape != right.shape or seen.ndim < 1 or not seen.numel():
+            continue
+        count = len(seen)
+        beyond = max(beyond, int(apart(seen, right).reshape(count, -1).any(1).sum()))
+        unlike = max(unlike, int((flat(seen) != flat(right)).reshape(count, -1).any(1).sum()))
+    return beyond or unlike
 
 
 def _but(calls: Sequence[CallRecord], main: CallRecord) -> list[CallRecord]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MOST_NUMBERS = 512  # of a weight that is solved for
 MOST_ROWS = 96  # of a call
-TURNS = 3  # of Newton's method
+TURNS = 5  # of Newton's method, with the slopes of the first
 SURE = 4.0  # standard errors
 _STEP = 2.0**-12  # of a weight's size, by which numbers are changed
 _TINY = 1e-300
@@ -122,6 +122,7 @@ def _solved(
 
     step = _STEP * max(float(right.square().mean().sqrt()), _TINY)
     used, error = right.clone(), right.clone()
+    answers: Tensor | None = None
     for _ in range(TURNS):
         base = made(used)
         left = (seen - base) * weigh
@@ -129,10 +130,11 @@ def _solved(
             return None
         if float(left.abs().max()) <= 1.0:
             break
-        answers = torch.stack(
-            [(made(used + step * unit) - base) * weigh / step
-             for unit in torch.eye(len(right), dtype=torch.float64)], 1,
-        )  # fmt: skip
+        if answers is None:  # once: most weights act nearly linearly
+            answers = torch.stack(
+                [(made(used + step * unit) - base) * weigh / step
+                 for unit in torch.eye(len(right), dtype=torch.float64)], 1,
+            )  # fmt: skip
         size = answers.norm(dim=0)
         if bool((size <= _TINY).all()):
             return None

@@ -3,9 +3,9 @@
     python -m degarble.suites.campaigns.causes.calibration [FILE ...] [--out DIR]
 
 Files are the lines that `random_faults` wrote (by default all below out/campaigns). An origin
-states the share of the outputs that its cause reproduces; a cause is true if it does to held-back
-tokens what the fault does. A monotone map from stated to true is learned on the faults of even
-seeds and tried on those of odd ones. Written are calibration.json, .md and .svg.
+states how sure its cause is; a cause is true if it does to held-back tokens what the fault does. A
+monotone map from stated to true is learned on the faults of even seeds and tried on those of odd
+ones. Written are calibration.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def claims_in(path: Path) -> list[Claim]:
         case = json.loads(line)
         if case["detail"].startswith("{"):
             found += [
-                Claim(case["seed"], fault["proof"]["within"], fault["cause"] in _TRUE)
+                Claim(case["seed"], fault["proof"]["confidence"], fault["cause"] in _TRUE)
                 for fault in json.loads(case["detail"])["faults"]
-                if fault["proof"]
+                if "confidence" in fault["proof"]
             ]
     return found
 

@@ -50,7 +50,7 @@ def test_the_whole_story(
     assert "degarble demo --fault M10.nibble_order" in result.out
     assert "found and named" in result.out
     page = page_from_json(html.with_suffix(".json").read_text(encoding="utf-8"))
-    assert page.findings[0].origin.confidence == 1.0
+    assert page.findings[0].origin.confidence > 0.9
     names = {path.name.removeprefix(html.stem) for path in tmp_path.iterdir()}
     assert names == {".html", ".json", "-outputs.csv", "-budgets.csv", "-replay.json"}
 

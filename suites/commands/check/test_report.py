@@ -190,7 +190,7 @@ def test_the_first_screen_has_origin_cause_evidence_and_command() -> None:
     )  # fmt: skip
     assert origin.site == "layers.3.ffn.experts.w2.out"
     assert origin.where["expert"] == 4
-    assert origin.confidence == 1.0
+    assert origin.confidence > 0.9
     assert origin.cosine is not None
     assert origin.cosine < 0.999
     assert origin.difference is not None

@@ -175,12 +175,19 @@ def _proof(told: Diagnosed) -> dict[str, float]:
     """Return what is known of the first cause when it is said."""
     if told.named:
         first = told.named[0]
-        return {"within": first.reproduced, "as stored": first.as_stored, "ratio": first.ratio,
+        return {"confidence": told.confidence, "within": first.reproduced,
+                "as stored": first.as_stored, "ratio": first.ratio,
                 "causes": len(told.named)}  # fmt: skip
     if told.described is None:
         return {}
     fit = told.described.fit
-    return {"within": fit.within, "identical": fit.identical, "ratio": fit.ratio, "causes": 1}
+    return {
+        "confidence": told.confidence,
+        "within": fit.within,
+        "identical": fit.identical,
+        "ratio": fit.ratio,
+        "causes": 1,
+    }
 
 
 def _cause(stage: Stage, fault: RandomFault, told: Diagnosed) -> tuple[CauseAnswer, str]:

@@ -296,7 +296,8 @@ def causes_of(
         )
         for cause in found.named
     )  # fmt: skip
-    return Causes(named, tuple(each.fault for each in found.excluded), found.described)
+    tried = tuple(each.fault for each in found.excluded)
+    return Causes(named, tried, found.described, found.confidence)
 
 
 def stored_weight(operand: MatrixOperand) -> Weight:

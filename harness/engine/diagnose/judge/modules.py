@@ -562,7 +562,7 @@ def _origin(judged: JudgedKernel, step: int) -> Origin:
         cosine=_cosine(judged),
         difference=length,
         budget=_allowed(judged),
-        confidence=1.0 if cause else described.fit.within if described else 0.0,
+        confidence=judged.causes.confidence,
         evidence=cause.evidence if cause else described.evidence if described else str(worst),
         level=judged.level,
         changes=() if described is None else described.table,

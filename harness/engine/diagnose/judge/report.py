@@ -48,12 +48,14 @@ class Causes:
     """What the search for causes says of a call: faults that explain it, or a description.
 
     `named` are faults that reproduce the candidate, the likeliest first; `tried` are all that were.
-    `described` is what the kernel computed with, where no fault is named.
+    `described` is what the kernel computed with, where no fault is named; `confidence` is how sure
+    the first cause is.
     """
 
     named: tuple[NamedCause, ...] = ()
     tried: tuple[str, ...] = ()
     described: Described | None = None
+    confidence: float = 0.0
 
 
 @dataclass(frozen=True)
