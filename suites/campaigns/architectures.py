@@ -197,12 +197,12 @@ def _loaded(first: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def _outcome(kind: str, told: dict[str, Any], device: str) -> str:
+def _outcome(kind: str, facts: dict[str, Any], device: str) -> str:
     try:
         own = settings(kind)
         first, ids, want = _made(kind, own)
     except Exception as error:  # noqa: BLE001  whatever a config of another model raises
-        told["why"] = _line(error)
+        facts["why"] = _line(error)
         return "not built"
     config: Any = TracedConfig.of({**own, "model_type": kind, "dtype": "float32"})
     forward = TracedForward(TracedModel(config, Numerics.definition(), weights_of(first)))
@@ -210,10 +210,10 @@ def _outcome(kind: str, told: dict[str, Any], device: str) -> str:
     parts = [forward.forward(sequence, [part]) for part in (ids[:17], ids[17:])]
     off = float((torch.cat(parts) - want).abs().max() / want.abs().max())
     components = config.graph.components
-    told["components"] = len(components)
-    told["derived"] = sum(not each.is_recurrent or each.is_rectangular for each in components)
+    facts["components"] = len(components)
+    facts["derived"] = sum(not each.is_recurrent or each.is_rectangular for each in components)
     if not off < _NEAR:
-        told["why"] = f"logits are {off:.1e} off"
+        facts["why"] = f"logits are {off:.1e} off"
         return "differs"
     bad = ""
     for attention, dtype in RUNS:
@@ -224,33 +224,33 @@ def _outcome(kind: str, told: dict[str, Any], device: str) -> str:
             with torch.no_grad():
                 model(input_ids=ids[None])
         except Exception as error:  # noqa: BLE001  transformers refuses what it has not
-            told[name] = f"not run: {_line(error)}"
+            facts[name] = f"not run: {_line(error)}"
             continue
         typed = TracedConfig.of({**own, "model_type": kind, "dtype": str(dtype)[6:]})
         weights = weights_of(model)
         run = recorded(model.to(device), typed, prompt(typed, device))
-        told[name] = _verdict(judged_run(typed, weights, run))
-        bad = bad or ("" if told[name] == "AGREES" else told[name].partition(":")[0])
+        facts[name] = _verdict(judged_run(typed, weights, run))
+        bad = bad or ("" if facts[name] == "AGREES" else facts[name].partition(":")[0])
     return bad or "ok"
 
 
 def architecture(number: int, device: str = "cpu") -> CaseResult:
     """Try one architecture."""
     kind = kinds()[number]
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(_SECONDS)
     try:
-        outcome = _outcome(kind, told, device)
+        outcome = _outcome(kind, facts, device)
     except DegarbleError as error:
-        told["why"] = f"{type(error).__name__}: {error}"
+        facts["why"] = f"{type(error).__name__}: {error}"
         outcome = "refused"
     except Exception as error:  # noqa: BLE001  a gap of ours is a row, not the end
-        told["why"] = _line(error) + " " + traceback.format_exc(limit=-3)
+        facts["why"] = _line(error) + " " + traceback.format_exc(limit=-3)
         outcome = "stopped"
     finally:
         signal.alarm(0)
-    return CaseResult(number, kind, outcome, json.dumps(told))
+    return CaseResult(number, kind, outcome, json.dumps(facts))
 
 
 def _too_long(*_: object) -> None:
@@ -267,13 +267,13 @@ def table(lines: list[str]) -> str:
     rows = ["| architecture | components | derived | runs that agree | result |", "|---" * 5 + "|"]
     for line in sorted(lines, key=lambda each: json.loads(each)["seed"]):
         result = json.loads(line)
-        told = json.loads(result["detail"])
-        runs = [told.get(name, "") for name in map(_name_of, RUNS)]
+        facts = json.loads(result["detail"])
+        runs = [facts.get(name, "") for name in map(_name_of, RUNS)]
         agree = f"{runs.count('AGREES')} of {sum(not each.startswith('not run') for each in runs)}"
-        share = f"{told['derived'] / told['components']:.0%}" if "components" in told else ""
-        why = "" if result["outcome"] == "ok" else told.get("why", "").split(" Register ")[0]
+        share = f"{facts['derived'] / facts['components']:.0%}" if "components" in facts else ""
+        why = "" if result["outcome"] == "ok" else facts.get("why", "").split(" Register ")[0]
         cells = (
-            result["kind"], str(told.get("components", "")), share, agree if share else "",
+            result["kind"], str(facts.get("components", "")), share, agree if share else "",
             f"{result['outcome']} {why.splitlines()[0] if why else ''}".strip().replace("|", "/"),
         )  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")

@@ -231,11 +231,11 @@ def _asked_of_vllm(
     return {folder.name: died for folder in folders} | {each["checkpoint"]: each for each in lines}
 
 
-def _filled(told: dict[str, Any], target: Path, ours: Path, out: Path) -> Outcome:
-    if "error" in told:
-        return Outcome("error", told["error"])
-    if told["missing"] or told["unexpected"]:
-        return _other_names(told["missing"], told["unexpected"])
+def _filled(report: dict[str, Any], target: Path, ours: Path, out: Path) -> Outcome:
+    if "error" in report:
+        return Outcome("error", report["error"])
+    if report["missing"] or report["unexpected"]:
+        return _other_names(report["missing"], report["unexpected"])
     try:
         theirs = our_logits(out / target.name, TEXT)
     except Refused as error:

@@ -283,11 +283,13 @@ def run_case(seed: int) -> CaseResult:
             return CaseResult(seed, kind, "refused", f"{name}: {error}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    told = [finding for finding in findings if finding.level is not Level.NOTE]
+    alarms = [finding for finding in findings if finding.level is not Level.NOTE]
     detail = "; ".join(
-        f"{finding.level} {finding.rule}: {finding.message[:200]}" for finding in told[:5]
+        f"{finding.level} {finding.rule}: {finding.message[:200]}" for finding in alarms[:5]
     )
-    return CaseResult(seed, kind, "alarm" if told else "ok", f"{name}: {detail}" if told else name)
+    return CaseResult(
+        seed, kind, "alarm" if alarms else "ok", f"{name}: {detail}" if alarms else name
+    )
 
 
 def main() -> int:

@@ -76,11 +76,11 @@ def run_case(number: int, device: str = "cpu") -> CaseResult:
         found = _judged(model, form, way, device)
     except Exception:  # noqa: BLE001  whatever stops is a failing case
         return CaseResult(number, model, "stopped", f"{name}: {traceback.format_exc(limit=-4)}")
-    told = [origin.sentence for origin in found.origins] or [str(each) for each in found.unjudged]
-    if found.verdict is Verdict.AGREES and not told:
+    words = [origin.sentence for origin in found.origins] or [str(each) for each in found.unjudged]
+    if found.verdict is Verdict.AGREES and not words:
         return CaseResult(number, model, "ok", name)
     outcome = "alarm" if found.origins else "undecided"
-    return CaseResult(number, model, outcome, f"{name}: {'; '.join(told[:4])}")
+    return CaseResult(number, model, outcome, f"{name}: {'; '.join(words[:4])}")
 
 
 def _judged(model: str, form: str, way: str, device: str) -> Any:

@@ -299,12 +299,12 @@ def _result(seed: int, kind: str, made: PlantOutcome) -> CaseResult:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign; 1 where a case failed."""
-    told = arguments("faults that something hides", count=64).parse_args(argv)
-    folder = told.out / "models"
+    options = arguments("faults that something hides", count=64).parse_args(argv)
+    folder = options.out / "models"
     folder.mkdir(parents=True, exist_ok=True)
     os.environ[FOLDER] = str(folder.absolute())
     prepare(folder, KEYS)
-    return run_campaign("hidden_faults", case, told)
+    return run_campaign("hidden_faults", case, options)
 
 
 if __name__ == "__main__":

@@ -58,11 +58,11 @@ def questions(folder: Path, store: Path) -> dict[str, list[str]]:
 
 def ask(words: list[str]) -> tuple[int, dict[str, Any], str]:
     """Run one command line here; give status, document and stderr."""
-    out, told = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(told):
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         status = degarble(words)
     text = out.getvalue()
-    return status, json.loads(text) if text else {}, told.getvalue()
+    return status, json.loads(text) if text else {}, errors.getvalue()
 
 
 @cache
@@ -112,17 +112,17 @@ def case(seed: int) -> CaseResult:
         store.write_bytes(data)
         group[kind](store, rng)
         signal.alarm(_SECONDS)  # ends this process: the runner then tells that it died
-        outcome, detail = _judge(folder, store, answers, must_tell=group is not FILES)
+        outcome, detail = _judge(folder, store, answers, must_report=group is not FILES)
         signal.alarm(0)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return CaseResult(seed, kind, outcome, detail)
 
 
-def _judge(folder: Path, store: Path, answers: Any, *, must_tell: bool) -> tuple[str, str]:
+def _judge(folder: Path, store: Path, answers: Any, *, must_report: bool) -> tuple[str, str]:
     """Return the outcome of all questions, and what went wrong."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    told_once = False
+    reported_once = False
     for question, words in questions(folder, store).items():
         status, document, text = ask(words)
         if status not in (0, 1, 2):
@@ -130,7 +130,7 @@ def _judge(folder: Path, store: Path, answers: Any, *, must_tell: bool) -> tuple
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before > _MEMORY:
             return "memory", question
         complete = status < 2 and not document.get("skipped")
-        told_once = told_once or not complete
+        reported_once = reported_once or not complete
         if question in ("add", "changes") or "error" in document:
             continue
         found, wanted = _content(question, document, folder), answers[question]
@@ -142,7 +142,7 @@ def _judge(folder: Path, store: Path, answers: Any, *, must_tell: bool) -> tuple
                 "lost silently",
                 f"{question}: {sorted(map(str, wanted.keys() - found.keys()))[:1]}",
             )
-    if must_tell and not told_once:
+    if must_report and not reported_once:
         return "accepted wrongly", "every question was answered as if the store were sound"
     return "ok", ""
 

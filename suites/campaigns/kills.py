@@ -90,14 +90,14 @@ def run_night() -> int:
 
 
 def _in_process(folder: Path, *words: str) -> tuple[int, str]:
-    out, told = io.StringIO(), io.StringIO()
+    out, errors = io.StringIO(), io.StringIO()
     with (
         contextlib.chdir(folder),
         contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(told),
+        contextlib.redirect_stderr(errors),
     ):
         status = degarble(list(words))
-    return status, out.getvalue() + told.getvalue()
+    return status, out.getvalue() + errors.getvalue()
 
 
 def _bytes_below(name: str, folder: Path) -> dict[str, str]:
@@ -240,7 +240,7 @@ class Process:
     """A run of a command in a session of its own: a fork of this process, or a new interpreter."""
 
     def __init__(self, command: Command, folder: Path, *, new: bool) -> None:
-        self._told = folder / "stderr.txt"
+        self._errors = folder / "stderr.txt"
         self.status: int | None = None
         # Trap: a signal just after the fork would raise in this copy of the campaign itself.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS[-2:])
@@ -254,7 +254,7 @@ class Process:
         try:
             os.setsid()
             os.chdir(folder)
-            for number, path in ((1, Path(os.devnull)), (2, self._told)):
+            for number, path in ((1, Path(os.devnull)), (2, self._errors)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             for number in _SIGNALS[-2:]:
                 usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -287,9 +287,9 @@ class Process:
                 raise TimeoutError
             time.sleep(0.0005)
 
-    def told(self) -> str:
+    def errors(self) -> str:
         """Return what it wrote to stderr."""
-        return self._told.read_text(encoding="utf-8", errors="replace")
+        return self._errors.read_text(encoding="utf-8", errors="replace")
 
     def send(self, number: int) -> None:
         """Send a signal, unless it has ended."""
@@ -343,7 +343,7 @@ def _undisturbed(name: str, prepared: Path, *, new: bool) -> tuple[tuple[float, 
         begun = time.monotonic()
         process.wait()
         spans = begun - began, time.monotonic() - begun
-        assert process.status in _usual(name), process.told()
+        assert process.status in _usual(name), process.errors()
         return spans, command.result(folder)
     finally:
         process.clear()
@@ -371,7 +371,7 @@ def case(name: str, prepared: Path, seed: int) -> CaseResult:
         process.wait()
         outcome, detail = "ok", ""
         if process.status not in _ENDS | _usual(name):
-            outcome, detail = f"ended with status {process.status}", process.told()
+            outcome, detail = f"ended with status {process.status}", process.errors()
         elif detail := command.left(folder, wanted):
             outcome = "left"
         else:
@@ -388,11 +388,11 @@ def case(name: str, prepared: Path, seed: int) -> CaseResult:
 def _again(name: str, folder: Path, wanted: Any) -> tuple[str, str]:
     command = COMMANDS[name]
     process = _finish(command, folder, new=False)
-    if process.status == 2 and "a folder without a capture" in process.told():
+    if process.status == 2 and "a folder without a capture" in process.errors():
         shutil.rmtree(folder / "cap")  # a run is captured from its beginning: as the remedy says
         process = _finish(command, folder, new=False)
     if process.status not in _usual(name):
-        return "not resumable", f"status {process.status}: {process.told()}"
+        return "not resumable", f"status {process.status}: {process.errors()}"
     found = command.result(folder)
     return ("ok", "") if found == wanted else ("another result", f"{found}"[:2000])
 

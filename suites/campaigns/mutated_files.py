@@ -69,7 +69,7 @@ class Outcome:
 
     status: int | None
     memory: int
-    told: str = ""
+    messages: str = ""
     failures: list[str] = field(default_factory=list)
 
 
@@ -131,23 +131,23 @@ def _kilobytes(name: str) -> int:
 
 def run_command(*words: object) -> Outcome:
     """Run one command line in this process, within the limits."""
-    told = io.StringIO()
+    messages = io.StringIO()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
     before = _kilobytes("VmRSS")
     status: int | None
     try:
-        with _limited(), redirect_stdout(told), redirect_stderr(told):
+        with _limited(), redirect_stdout(messages), redirect_stderr(messages):
             status = degarble([str(word) for word in words])
     except TimeIsUp:
         status = None
-        told.write(traceback.format_exc())
+        messages.write(traceback.format_exc())
     memory = (_kilobytes("VmHWM") - before) * 1024
-    outcome = Outcome(status, memory, told.getvalue())
+    outcome = Outcome(status, memory, messages.getvalue())
     if status is None:
         outcome.failures.append("hang")
     if status == EXIT_CRASHED:
-        outcome.failures.append("memory" if "MemoryError" in outcome.told else "status 70")
+        outcome.failures.append("memory" if "MemoryError" in outcome.messages else "status 70")
     elif status is not None and status > EXIT_REFUSED:
         outcome.failures.append(f"status {status}")
     if memory > MEMORY:
@@ -208,7 +208,7 @@ def run_case(bases: Path, seed: int, captured: str = LAYOUTS[0]) -> CaseResult:
                 failures.append("half-written")
             if failures:
                 shown = " ".join(map(str, words)).replace(str(bases.parent), "")
-                detail = f"{done.detail} | {shown} | {found.told[-1500:]}"
+                detail = f"{done.detail} | {shown} | {found.messages[-1500:]}"
                 outcome = failures[0]
                 break
     return CaseResult(seed, kind, outcome, detail)

@@ -46,8 +46,8 @@ def case(seed: int) -> CaseResult:
         return _result(seed, model, outcome, text)
 
 
-def _result(seed: int, model: RandomModel, outcome: str, told: str) -> CaseResult:
-    detail = "" if outcome == "ok" else f"{told}\n{model}"
+def _result(seed: int, model: RandomModel, outcome: str, words: str) -> CaseResult:
+    detail = "" if outcome == "ok" else f"{words}\n{model}"
     return CaseResult(seed, model.family, outcome, detail)
 
 

@@ -98,8 +98,8 @@ def _is_there(finding: Finding, touched: Sequence[str]) -> bool:
     if not layers:
         return True
     text = json.dumps(finding.to_json())
-    told = set(finding.layers) | {int(number) for number in _LAYER.findall(text)}
-    return not told or bool(layers & told)
+    named = set(finding.layers) | {int(number) for number in _LAYER.findall(text)}
+    return not named or bool(layers & named)
 
 
 def run_case(folder: Path, seed: int) -> CaseResult:
@@ -165,13 +165,13 @@ _HEALTHY = _healthy()
 
 def table(results: Iterable[CaseResult]) -> str:
     """Return outcomes by family and way of auditing, of tampers with an effect."""
-    told = [
+    cases = [
         (result.kind, json.loads(result.detail))
         for result in results
         if result.outcome != "skipped"
     ]
     counts: Counter[tuple[str, str, str]] = Counter()
-    for family, case in told:
+    for family, case in cases:
         for mode in ("audit", "against", "loader"):
             counts[family, mode if case["effect"] else f"{mode}, no effect", case[mode]] += 1
     lines = [f"| | n | {' | '.join(_OUTCOMES)} |", "| --- " * (len(_OUTCOMES) + 2) + "|"]
@@ -202,10 +202,10 @@ def main() -> int:
     summary = table(report.results)
     (asked.out / "tampers.md").write_text(summary + "\n", encoding="utf-8")
     sys.stdout.write(f"{summary}\n")
-    told = [json.loads(result.detail) for result in report.results]
-    effective = [each for each in told if each["effect"]]
+    details = [json.loads(result.detail) for result in report.results]
+    effective = [each for each in details if each["effect"]]
     right = sum(each["against"] == "ok" for each in effective)
-    alarms = [each for each in told if not each["effect"] and each["against"] != "ok"]
+    alarms = [each for each in details if not each["effect"] and each["against"] != "ok"]
     return int(bool(alarms) or right < TARGET * len(effective))
 
 

@@ -126,10 +126,10 @@ def main() -> None:
             writer = get_context("spawn").Process(target=write, args=(source, MODELS[name]))
             writer.start()
             writer.join()
-        told = ["--prompt", _PROMPT, "--max-new-tokens", 2, "--backend", asked.backend]
+        generating = ["--prompt", _PROMPT, "--max-new-tokens", 2, "--backend", asked.backend]
         if not capture.exists():
             sys.stdout.write(
-                f"{name} capture: {peak('capture', source, '--out', capture, *told)}\n"
+                f"{name} capture: {peak('capture', source, '--out', capture, *generating)}\n"
             )
         sys.stdout.write(f"{name} check: {peak('check', capture, '--reference', source)}\n")
 

@@ -50,7 +50,7 @@ class Bin(NamedTuple):
 
 
 def claims_in(path: Path) -> list[Claim]:
-    """Read the causes that a campaign was told."""
+    """Read the causes that a campaign recorded."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
@@ -171,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = asked.files or sorted(asked.out.glob("random_faults*.jsonl"))
     claims = [claim for path in files for claim in claims_in(path)]
     if not claims:
-        parser.error("no cause was told: run degarble.suites.campaigns.causes.random_faults first")
+        parser.error(
+            "no cause is recorded: run degarble.suites.campaigns.causes.random_faults first"
+        )
     made = document(claims)
     asked.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(made, indent=1) + "\n"

@@ -1,12 +1,12 @@
-"""Flip one bit of one element of a weight, and see whether row, column, bit and codes are told.
+"""Flip one bit of one element of a weight, and see whether row, column, bit and codes are named.
 
     python -m degarble.suites.campaigns.causes.flipped_bits [--count N]
 
 Planted into the small V4 (NVFP4) and a tiny Llama of transformers (NVFP4, FP8, INT8, INT4). At
 least 8 rows have to reach the element: their outputs in its row differ by more than a healthy
 kernel may be off. Of V4 exactly 8 such rows are kept. Outcomes: `ok`; `place`, row and column are
-told, the value without its code or with another one that fits as well; `silent`; `false`, another
-place is told; `unseen`, fewer rows reach it.
+named, the value without its code or with another one that fits as well; `silent`; `false`, another
+place is named; `unseen`, fewer rows reach it.
 """
 
 from __future__ import annotations
@@ -150,12 +150,12 @@ def _outcome(
     detail = f"{context.name}: {at}: {said}"
     if f"row {row} of" not in said or f"in column {column} " not in said:
         return "false", detail
-    told = words in said and f", bit {bit})" in said and " or 0x" not in said
-    return "ok" if told else "place", detail
+    named = words in said and f", bit {bit})" in said and " or 0x" not in said
+    return "ok" if named else "place", detail
 
 
 def flip(seed: int) -> CaseResult:
-    """Flip one bit, and judge what is told."""
+    """Flip one bit, and judge what is reported."""
     drawn, kind = random.Random(f"flipped {seed}"), KINDS[seed % len(KINDS)]
     torch.manual_seed(seed)
     run = kind.rpartition(" ")[2]
@@ -164,7 +164,7 @@ def flip(seed: int) -> CaseResult:
 
 
 def main() -> int:
-    """Run the campaign; the exit status is 1 where another place is told."""
+    """Run the campaign; the exit status is 1 where another place is named."""
     asked = arguments((__doc__ or "").partition("\n")[0], count=300).parse_args()
     wanted = ("ok", "place", "silent", "unseen")
     return run_campaign("flipped_bits", flip, asked, wanted=wanted)

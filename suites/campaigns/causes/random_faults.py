@@ -82,7 +82,7 @@ def plain(answer: FaultAnswer) -> dict[str, Any]:
 
 
 def shares(answers: Iterable[dict[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Return how many of the faults that count were placed, told truthfully, and falsely."""
+    """Return how many faults that count were placed, named or described, and claimed falsely."""
     counted = [each for each in answers if each["effect"] >= 3]
     true = (CauseAnswer.NAMED, CauseAnswer.DESCRIBED)
     return {
