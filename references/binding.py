@@ -22,7 +22,7 @@ from degarble.references.components import common
 from degarble.references.facts import ReferenceTable, formats_by_block, local_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -185,14 +185,30 @@ class BoundModel:
 
 
 class FetchedWeights(Mapping[str, "Weight"]):
-    """Weights under their local names, read from the source only when a component asks."""
+    """Weights under their local names, read from the source only when a component asks.
 
-    def __init__(self, bound: BoundModel, names: Mapping[str, str]) -> None:
+    `changed` makes of a weight what the run multiplies; the last ones made are kept.
+    """
+
+    def __init__(
+        self,
+        bound: BoundModel,
+        names: Mapping[str, str],
+        changed: Callable[[Weight], Weight] | None = None,
+    ) -> None:
         self._bound = bound
         self._names = names
+        self._changed = changed
+        self._made: dict[str, tuple[Weight, Weight]] = {}
 
     def __getitem__(self, key: str) -> Weight:
-        return self._bound.weights[self._names[key]]
+        weight = self._bound.weights[self._names[key]]
+        if self._changed is None:
+            return weight
+        known = self._made.get(key)
+        if known is None or known[0] is not weight:
+            known = self._made[key] = weight, self._changed(weight)
+        return known[1]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -25,12 +25,15 @@ from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
     E4M3,
+    FP8_128X128_F32,
+    FP8_128X128_UE8M0,
     FP32,
     WHOLE,
     NibbleOrder,
     ScaleDirection,
 )
-from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise, spread_blocks
+from degarble.harness.formats.weight import DerivedWeight, Weight
 from degarble.references import tensor_core
 from degarble.references.numerics import FEW_TOKENS, CodeSums, DecodedOperands, cast, compiles
 
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.number_formats import BlockFormat
-    from degarble.harness.formats.weight import Weight
     from degarble.references.numerics import Numerics
     from degarble.references.tensor_core import StepRule
 
@@ -49,6 +51,7 @@ X_LOOSE = "x_loose"  # beside codes that a twin made of a run's numbers: how far
 _DECODED = torch.bfloat16  # what emulated quantisation multiplies, whatever a model stores
 _CHUNK = 1 << 24  # elements of a weight that are converted at once
 _BLOCK = 128  # rows of the tallest blocks with one scale
+_DEEPGEMM_ROWS = 64  # of which its weights have a multiple
 STAGE = 128  # of K after which kernels add a tensor core's sum to float32
 # The instruction that sums, and whether a sum begins again after every stage.
 SHORT_SUMS: Mapping[CodeSums, tuple[StepRule, bool]] = MappingProxyType(
@@ -224,6 +227,43 @@ def matrix_parts(shape: tuple[int, ...], most: int = _CHUNK) -> Iterator[slice]:
     rows = max(1, rows) if len(shape) > 2 else max(_BLOCK, rows // _BLOCK * _BLOCK)
     for begin in range(0, shape[0], rows):
         yield slice(begin, min(begin + rows, shape[0]))
+
+
+def with_powers_of_two(weight: Weight) -> Weight:
+    """Return a weight in FP8 blocks quantised again, its scales rounded up to powers of two.
+
+    It stays as it is in another format, or where DeepGEMM does not take it: rows in parts of 64 and
+    columns in parts of 128.
+    """
+    *_, rows, columns = weight.shape if len(weight.shape) > 1 else (1, 1)
+    if rows % _DEEPGEMM_ROWS or columns % STAGE or weight.channel_scale is not None:
+        return weight
+    if weight.is_quantised:
+        held = weight.quantised()
+        if held.format != FP8_128X128_F32:
+            return weight
+        made = quantise(dequantise(held, torch.float32), FP8_128X128_UE8M0, CANONICAL)
+        return Weight.of(made, weight.input_scale)
+    if weight.elements(slice(0, 1)) is None:
+        return weight
+
+    def again(part: slice) -> QuantisedTensor:
+        found = weight.elements(part)
+        assert found is not None, "its first entry has elements"
+        return quantise(found[0] * found[1], FP8_128X128_UE8M0, CANONICAL)
+
+    def values(part: slice, dtype: torch.dtype) -> Tensor:
+        return dequantise(again(part), dtype)
+
+    def elements(part: slice) -> tuple[Tensor, Tensor]:
+        made = again(part)
+        numbers = made.codes.view(torch.float8_e4m3fn).float()
+        return numbers, spread_blocks(made, made.scale_values())
+
+    return DerivedWeight(
+        make=lambda dtype: values(slice(0, weight.shape[0]), dtype), extents=weight.shape,
+        make_rows=values, make_elements=elements, from_codes=True, input_scale=weight.input_scale,
+    )  # fmt: skip
 
 
 def products(

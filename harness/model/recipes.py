@@ -115,6 +115,11 @@ class Recipe:
                 return rule.formats
         return UNQUANTISED
 
+    @property
+    def all_formats(self) -> frozenset[str]:
+        """Return every format that a rule states, of weights and of activations."""
+        return frozenset(name for rule in self.rules for name in rule.formats)
+
     def unmatched(self, config: Config) -> tuple[str, ...]:
         """Return the patterns that decide nothing for `config`: no linear, or all taken before."""
         open_rules = dict(enumerate(self.rules))

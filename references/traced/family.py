@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, NotBuilt, Undecided
+from degarble.harness.formats.number_formats import FP8_1X128_F32, FP8_1X128_UE8M0
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import Component, Input, quantised_input
 from degarble.harness.model.family import VIEW
@@ -34,8 +35,9 @@ from degarble.references.linears import (
     table_rows,
     weight_rows,
     weight_values,
+    with_powers_of_two,
 )
-from degarble.references.numerics import DecodedOperands, InputQuantisation, cast
+from degarble.references.numerics import BlockScales, DecodedOperands, InputQuantisation, cast
 from degarble.references.traced.attention import MASK, admitted_keys
 from degarble.references.traced.definitions import (
     EachOperation,
@@ -434,7 +436,16 @@ class TracedFacts(ModelFacts):
         """Return the recipe's format; a run may leave all inputs as they are."""
         if self.numerics.switches.quantised_inputs is InputQuantisation.NONE:
             return None
-        return super().activation(weight)
+        form = super().activation(weight)
+        rounds = self.block_scales is not BlockScales.STATED and form == FP8_1X128_F32.name
+        return FP8_1X128_UE8M0.name if rounds else form
+
+    @property
+    def block_scales(self) -> BlockScales:
+        """Return how a run treats the scales of FP8 blocks."""
+        switches = self.numerics.switches
+        experts = self.traced.kind is BoundaryKind.EXPERTS
+        return switches.expert_block_scales if experts else switches.block_scales
 
     def quantiser(self, form: str, scale: Tensor | None) -> InputQuantiser:
         """Return how a run quantises to a format, by a stored scale where there is one."""
@@ -716,6 +727,7 @@ class TracedModel(BoundModel):
 
     def _take(self, component: Component, facts: TracedFacts, weights: tuple[str, ...]) -> None:
         local = {local_name(weight, component.block): weight for weight in weights}
-        self._fetched[component.name] = FetchedWeights(self, local)
+        again = with_powers_of_two if facts.block_scales is BlockScales.BOTH else None
+        self._fetched[component.name] = FetchedWeights(self, local, again)
         self._bound_to[component.name] = component, facts
         self._inputs[component.name] = frozenset(each.name for each in component.inputs)

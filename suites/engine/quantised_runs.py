@@ -109,6 +109,27 @@ def stepwise(x: Tensor, way: Inputs, scale: Tensor | None) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
+def rounded_up(x: Tensor, way: Inputs, scale: Tensor | None) -> Tensor:
+    """Quantise an input by a power of two for every 128 columns, as DeepGEMM's callers do."""
+    del way, scale
+    parts = x.float().unflatten(-1, (-1, 128))
+    step = torch.exp2(torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True) / 448)))
+    made: Tensor = ((parts / step).to(E4M3).float() * step).flatten(-2)
+    return made
+
+
+def quantised_again(w: Tensor) -> Tensor:
+    """Quantise a weight by a power of two for every 128 x 128, where DeepGEMM takes its shape."""
+    if len(w) % 64:
+        return w
+    bands = []
+    for band in w.float().split(128):
+        parts = band.unflatten(1, (-1, 128))
+        step = torch.exp2(torch.ceil(torch.log2(parts.abs().amax((0, 2), keepdim=True) / 448)))
+        bands.append(((parts / step).to(E4M3).float() * step).flatten(1))
+    return torch.cat(bands)
+
+
 def short_sums(x: Tensor, w: Tensor, stage: int, step: int = 32) -> Tensor:
     """Return x w^T of numbers of FP8, in float64: each step's terms are cut, then its sum.
 
@@ -141,13 +162,15 @@ class Emulation(NamedTuple):
     """What an engine does: its rounding of inputs, and whether operands become BF16.
 
     `stage` is the extent of K after which a tensor core's short sums are added to float32; `fused`
-    experts store their activation and the sum over experts alone.
+    experts store their activation and the sum over experts alone. `again`: weights are quantised
+    once more.
     """
 
     rounds: Rounds | None = emulated
     decoded: bool = True
     stage: int | None = None
     fused: bool = False
+    again: bool = False
 
 
 EXACT = Emulation(decoded=False)
@@ -156,6 +179,7 @@ PLAIN = Emulation(rounds=None)
 STEPWISE = Emulation(stepwise)
 FUSED = Emulation(decoded=False, fused=True)
 SHORT = Emulation(decoded=False, stage=1 << 20)
+DEEPGEMM = Emulation(rounded_up, decoded=False, again=True)
 STAGED = Emulation(decoded=False, stage=128)
 
 
@@ -250,8 +274,9 @@ class QuantisedRun:
         """Let linears and experts multiply what the engine does; others what weights decode to."""
         for path, module in self.linears():
             weight = self.weights[logical_name(f"{path}.weight")]
+            values = weight.values(torch.float32)
             made = _forward(
-                weight.values(torch.float32),
+                quantised_again(values) if way.again and only(path) else values,
                 self.way,
                 self.scales[path],
                 way._replace(rounds=way.rounds if only(path) else None),

@@ -133,6 +133,8 @@ ELSEWHERE = {
     "expert_operations_stored": "traced/test_traced.py",
     "expert_sums_stored": "traced/test_traced.py",
     "code_sums": "../engine/localise/test_quantised_inputs.py",
+    "block_scales": "../engine/localise/test_quantised_inputs.py",
+    "expert_block_scales": "../engine/localise/test_quantised_inputs.py",
     "input_factors_applied": "../engine/localise/test_input_factors.py",
     "quantised_inputs": "../engine/localise/test_quantised_inputs.py",
     "expert_input_scale_shared": "../engine/localise/test_quantised_inputs.py",

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from functools import partial
+from itertools import chain, combinations, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ LEANS = 2.0  # factor between squared distances that makes a twin clearly nearer
 _PLAINLY = 100.0  # the same factor for a witness that is the only one: a tenth of the length
 _CHANGED = 3  # conventions of one role whose values are changed together, at most
 _APART = frozenset({INPUTS})  # that may be changed beside these: which numbers are multiplied
+_COSTLY = frozenset({"traced.experts"})  # roles whose values are changed one after the other
+_CLIMBED = 2  # of their differing components, the nearest
 _ASKED_FIRST = 4  # differing components tried first, nearest first; if none agrees, skip the others
 
 
@@ -87,6 +90,7 @@ class ConventionEvidence:
     take nothing in codes. `gap` returns a fit without a verdict, which costs a part of one with it:
     its distances are those of `fit` where this one agrees. None: they may be others. `announce`
     is called with components that will be looked at next, so that they can be judged at once.
+    `formats` are those of the recipe, None where it is not known.
     """
 
     roles: Mapping[str, str]
@@ -96,6 +100,7 @@ class ConventionEvidence:
     announce: Callable[[Sequence[str], Values], None] = lambda _components, _values: None
     is_coded: Callable[[str], bool] = lambda _component: True
     gap: Callable[[str, Values], ConventionFit | None] = lambda _component, _values: None
+    formats: frozenset[str] | None = None
     _known: dict[_Key, ConventionFit] = field(default_factory=dict)
     _gaps: dict[_Key, ConventionFit | None] = field(default_factory=dict)
 
@@ -105,6 +110,11 @@ class ConventionEvidence:
         if key not in self._known:
             self._known[key] = self.fit(component, values)
         return self._known[key]
+
+    def may_show(self, convention: Convention) -> bool:
+        """Tell whether the run has a format that a convention is about."""
+        known = self.formats is None or not convention.formats
+        return known or not convention.formats.isdisjoint(self.formats or ())
 
     def differs(self, component: str) -> bool:
         """Tell whether it differs from its twin under the assumed values."""
@@ -127,11 +137,18 @@ class ConventionEvidence:
 
     def may_support(self, component: str, values: Values) -> bool:
         """Tell whether it supports these values should it agree; no budget is derived."""
+        other = self._compared(component, values)
+        return other is None or _is_nearer(other, self.fit_of(component, {}), values)
+
+    def distance(self, component: str, values: Values) -> float:
+        """Return how far it is from its twin; a budget is derived only where it has to be."""
+        return (self._compared(component, values) or self.fit_of(component, values)).distance
+
+    def _compared(self, component: str, values: Values) -> ConventionFit | None:
         key = _key(component, values)
         if key not in self._known and key not in self._gaps:
             self._gaps[key] = self.gap(component, values)
-        other = self._known.get(key) or self._gaps[key]
-        return other is None or _is_nearer(other, self.fit_of(component, {}), values)
+        return self._known.get(key) or self._gaps[key]
 
     def components(self, role: str) -> list[str]:
         """Return the components of a role, in the order of the run."""
@@ -167,7 +184,8 @@ def conventions_used(declared: Values, evidence: ConventionEvidence) -> tuple[Co
 
     A declared value is never replaced: where the numbers fit another value, that is a finding.
     """
-    conventions = learn([e for e in REGISTRY.values() if e.learned], evidence, declared)
+    learnable = [e for e in REGISTRY.values() if e.learned and evidence.may_show(e)]
+    conventions = learn(learnable, evidence, declared)
     used = [
         ConventionUsed(e.name, e.value, LEARNED, REGISTRY[e.name].words(e.value), len(e.witnesses))
         for e in conventions
@@ -303,17 +321,26 @@ class _Search:
         """
         evidence = self._evidence
         conventions = [e for e in self._group if role in e.roles]
-        if not deep:
-            for values in self._beside(role, conventions, shown):
-                stand = self._stand(role, values)
-                if stand is not None and stand.witnesses and not stand.sick and not stand.against:
-                    return [values]
-        odd = [name for name in evidence.components(role) if evidence.differs(name)]
-        odd.sort(key=lambda name: evidence.fit_of(name, {}).distance)
-        nearest_first = [*odd, *(n for n in evidence.components(role) if n not in odd)]
+        costly = role in _COSTLY
         found: list[Values] = []
+        if costly or not deep:
+            first = self._climbed if costly else self._beside
+            for values in first(role, conventions, shown):
+                stand = self._stand(role, values)
+                if stand is None or not stand.witnesses:
+                    continue
+                if not (deep or stand.sick or stand.against):
+                    return [values]
+                found += [values] if costly else []
+        odd = self._nearest(role)
+        nearest_first = [*odd, *(n for n in evidence.components(role) if n not in odd)]
         cured = 0  # changes after which no component of the role stays sick
-        for values in _changes(conventions, evidence.assumed):
+        changes = _changes(conventions, evidence.assumed, 1 if costly else None)
+        if costly:  # one at a time, but habits together
+            changes = chain(
+                changes, _changes([e for e in conventions if e.habit], evidence.assumed)
+            )
+        for values in changes:
             if cured and len(values) > cured and not deep:
                 break
             # Without a component that is nearer there is no witness, whatever the budgets say.
@@ -326,6 +353,46 @@ class _Search:
                 found.append(values)
                 cured = cured or (0 if stand.sick or stand.against else len(values))
         return found
+
+    def _climbed(
+        self,
+        role: str,
+        conventions: Sequence[Convention],
+        shown: Sequence[Values],
+    ) -> Iterator[Values]:
+        """Yield values with which a component agrees, changed one by one, the nearest first.
+
+        Independent roundings add up, so each true value brings the twin nearer: the largest first.
+        """
+        evidence = self._evidence
+        bases = {str(base): base for base in (self._concerning(role, each) for each in shown)}
+        nested = sorted(bases.values(), key=len, reverse=True)
+        for name, base in product(self._nearest(role)[:_CLIMBED], nested):
+            values, near = base, evidence.fit_of(name, base)
+            while not near.agrees:
+                others = [
+                    {**values, **change}
+                    for change in _changes(
+                        [e for e in conventions if e.name not in values], evidence.assumed, most=1
+                    )
+                    if not any(e.idle & values.keys() for e in conventions if e.name in change)
+                ]
+                if not others:
+                    break
+                best = min(others, key=partial(evidence.distance, name))
+                nearer = evidence.fit_of(name, best)
+                if LEANS * nearer.distance > near.distance:
+                    break
+                values, near = best, nearer
+            if near.agrees and values:
+                yield values
+                return
+
+    def _nearest(self, role: str) -> list[str]:
+        """Return the differing components of a role, the nearest to its twin first."""
+        evidence = self._evidence
+        odd = [name for name in evidence.components(role) if evidence.differs(name)]
+        return sorted(odd, key=lambda name: evidence.fit_of(name, {}).distance)
 
     def _beside(
         self, role: str, conventions: Sequence[Convention], shown: Sequence[Values]

@@ -30,8 +30,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, E4M3, FP8_1X128_F32
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.references.numerics import (
+    BlockScales,
     CodeSums,
     DecodedOperands,
     HeadNorm,
@@ -72,6 +74,7 @@ class Convention:
     by_family: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     leans: float = 2.0  # factor by which a witness's squared distance has to be smaller
     habit: str = ""  # of the code that computes; conventions of one habit support each other
+    formats: frozenset[str] = frozenset()  # of the recipe that it concerns; empty: any
     idle: frozenset[str] = frozenset()  # where another value of these is followed, it says nothing
     of_codes: bool = False  # it says nothing where no operand is stored or multiplied in codes
 
@@ -205,8 +208,37 @@ _ROUNDINGS = (
             CodeSums.ADA_IN_STAGES: "summed by Ada's tensor core, and in float32 after every 128",
         },
         _roles(f"{GEMM} {_LINEARS} traced.linear traced.experts"),
+        formats=frozenset(name for name, form in BLOCK_FORMATS.items() if form.element is E4M3),
         idle=frozenset({OPERANDS, "input_factors_applied"}),
         of_codes=True,
+    ),
+    Convention(
+        "block_scales",
+        "scales of FP8 blocks in linears",
+        {
+            BlockScales.STATED: "as the checkpoint has them",
+            BlockScales.INPUTS: "rounded up to powers of two for inputs",
+            BlockScales.BOTH: (
+                "rounded up to powers of two, and weights quantised again, as DeepGEMM asks for"
+            ),
+        },
+        _roles("traced.linear"),
+        formats=frozenset({FP8_1X128_F32.name}),
+        idle=frozenset({OPERANDS}),
+    ),
+    Convention(
+        "expert_block_scales",
+        "scales of FP8 blocks in routed experts",
+        {
+            BlockScales.STATED: "as the checkpoint has them",
+            BlockScales.INPUTS: "rounded up to powers of two for inputs",
+            BlockScales.BOTH: (
+                "rounded up to powers of two, and weights quantised again, as DeepGEMM asks for"
+            ),
+        },
+        _roles("traced.experts"),
+        formats=frozenset({FP8_1X128_F32.name}),
+        idle=frozenset({OPERANDS}),
     ),
     Convention(
         "expert_input_scale_shared",

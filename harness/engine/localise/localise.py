@@ -489,6 +489,7 @@ class Localisation:
             announce,
             cache(self.known.is_coded),
             gap,
+            self.known.recipe.all_formats,
         )
         declared = {**conventions_in(self._run.facts), **twin.declared}
         self._conventions = conventions_used(declared, evidence)

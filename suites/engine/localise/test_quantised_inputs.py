@@ -14,6 +14,7 @@ from degarble.harness.report.verdict import Verdict
 from degarble.references.traced.spans import tensor_names
 from degarble.suites.engine.quantised_runs import (
     DECODED,
+    DEEPGEMM,
     EXACT,
     FUSED,
     INPUTS,
@@ -132,6 +133,21 @@ def test_short_sums_of_a_tensor_core_are_learned(name: str, engine: Emulation, s
     run.emulate(engine, lambda path: path == _O)
     found = run.judged()
     assert "code_sums" not in learned(found)
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_scales_rounded_up_for_deepgemm_are_learned(model: str) -> None:
+    run = _run("FP8 block", model)
+    run.emulate(DEEPGEMM)
+    found = run.judged()
+    assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+    assert learned(found)["block_scales"] == "both"
+    assert model == "llama" or learned(found)["expert_block_scales"] == "inputs"
+    # A single linear that does so is a finding.
+    run.emulate(DEEPGEMM, lambda path: path == _O)
+    found = run.judged()
+    assert "block_scales" not in learned(found)
+    assert {origin.component for origin in found.origins} == {"layers.1.self_attn.o_proj"}
 
 
 # --------------------------------------------------------------------------------------------------
