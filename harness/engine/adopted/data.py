@@ -211,7 +211,7 @@ def read(data: Any, context: ComponentContext | None, name: str = "change") -> A
 
 def _refused(name: str, value: Any, expectation: str) -> InvalidArgument:
     return InvalidArgument(
-        name, value, expectation, "Adopt the description again: degarble faults adopt REPORT.json"
+        name, value, expectation, "Adopt the description again: degarble faults adopt VERDICT.json"
     )
 
 

@@ -88,7 +88,7 @@ def read_fault(path: Path) -> AdoptedFault:
     except (ValueError, RecursionError) as error:
         raise UnreadableFile(
             str(path), str(error), "a file of an adopted fault, in JSON",
-            "Adopt the description again: degarble faults adopt REPORT.json --to "
+            "Adopt the description again: degarble faults adopt VERDICT.json --to "
             f"{path.parent}",
         ) from error  # fmt: skip
     return stated_fault(document, str(path))
@@ -150,7 +150,7 @@ def read_folder(folder: Path) -> tuple[AdoptedFault, ...]:
     if not folder.is_dir():
         raise UnreadableFile(
             "--faults", str(folder), "a folder of adopted faults",
-            "Check the path for a typo, or adopt one: degarble faults adopt REPORT.json --to "
+            "Check the path for a typo, or adopt one: degarble faults adopt VERDICT.json --to "
             f"{folder}",
         )  # fmt: skip
     found: dict[str, AdoptedFault] = {}

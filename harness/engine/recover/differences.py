@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.engine.recover.maps import Sides, moved, simplest
-from degarble.harness.engine.recover.numbers import functions
+from degarble.harness.engine.recover.numbers import functions, lines_by, rule_of
 from degarble.harness.engine.recover.stated import operation
 from degarble.harness.report.number_text import number
 
@@ -324,7 +324,9 @@ def _moved_change(places: Tensor, kind: str, dim: int) -> _Change:
         table = tuple(f"{kind} {at} holds {kind} {int(places[at])}" for at in others)
         shown = ", ".join(f"{int(places[at])} in {at}" for at in others[:3])
         words = f"{len(others)} {kind}s hold the numbers of others ({shown}, ...)"
-    return _Change(words, partial(_taken, places, dim), table, whole=True)
+    rule = rule_of(places) if dim else None
+    of = partial(_taken, places, dim) if rule is None else partial(lines_by, rule, dim)
+    return _Change(words, of, table, whole=True)
 
 
 @operation

@@ -18,6 +18,7 @@ import torch
 
 from degarble.harness.engine.faults.regions import box, flat
 from degarble.harness.engine.localise.discrepancy import spans
+from degarble.harness.engine.recover.numbers import lines_by, rule_of
 from degarble.harness.engine.recover.stated import operation
 from degarble.harness.report.number_text import number
 
@@ -97,6 +98,9 @@ def _moved_lines(sides: Sides, kind: str, dim: int) -> OutputMap | None:
         by = by if 2 * by <= len(places) else by - len(places)
         words = f"rows of a call are rotated by {by}"
         return OutputMap(sides.output, words, partial(torch.roll, shifts=-by, dims=0))
+    rule = rule_of(places) if dim else None
+    if rule is not None:
+        return OutputMap(sides.output, words, partial(lines_by, rule, dim))
     return OutputMap(sides.output, words, partial(_taken, places=places, dim=dim), here=not dim)
 
 

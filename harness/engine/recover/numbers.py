@@ -198,6 +198,21 @@ def places(count: int) -> tuple[Places, ...]:
     return tuple(found)
 
 
+def rule_of(table: Tensor) -> Callable[[int], Tensor] | None:
+    """Return the rule that gives a table of places; None where none does."""
+    count, first = len(table), int(table[0])
+    step = first if 2 * first <= count else first - count
+    rules: list[Callable[[int], Tensor]] = [rule.of for rule in places(count)]
+    rules = [partial(_rolled, step=step), partial(_exchanged, mask=first), *rules]
+    return next((of for of in rules if torch.equal(of(count), table)), None)
+
+
+@operation
+def lines_by(of: Callable[[int], Tensor], dim: int, right: Tensor) -> Tensor:
+    """Return a matrix whose rows or columns hold the numbers of others, by a rule."""
+    return right.index_select(dim, of(right.shape[dim]))
+
+
 def _divisors(count: int) -> Iterator[int]:
     return (n for n in range(2, count + 1) if count % n == 0 and (n & (n - 1) == 0 or n == count))
 

@@ -15,6 +15,7 @@ from degarble.harness.museum.museum import Museum
 from degarble.harness.museum.plants import CauseAnswer, PlaceAnswer, PlantOutcome
 from degarble.harness.report.page import page_from_json
 from degarble.suites.commands.calls import call
+from degarble.suites.engine.adopted.test_files import verdict_of_product
 from degarble.suites.museum.demo_cases import whole_story
 
 if TYPE_CHECKING:
@@ -202,3 +203,39 @@ def test_a_run_is_reported_and_a_miss_decides_the_status(
         (tuple(MODEL_FAULTS), museum.PUBLISHED),
         (tuple(MODEL_FAULTS), museum.WHOLE),
     ]
+
+
+def test_a_description_is_adopted_shown_and_listed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict, folder = tmp_path / "verdict.json", tmp_path / "faults"
+    verdict.write_text(verdict_of_product())
+    asked = ("faults", "adopt", verdict, "--to", folder, "--id", "adopted.row_5")
+    assert "Would write" in call(capsys, *asked, "--dry-run").out
+    assert not folder.exists()
+    assert call(capsys, *asked).status == 0
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adopted.row_5.json", "adopted.row_5.md",
+    ]  # fmt: skip
+    shown = call(capsys, "--json", "faults", "show", "adopted.row_5", "--faults", folder).document
+    assert shown["fault"]["origin"]["component"] == "gemm"
+    monkeypatch.setenv("DEGARBLE_FAULTS", str(folder))
+    listed = call(capsys, "--json", "faults", "list").document["faults"]
+    assert listed[-1]["id"] == "adopted.row_5"
+    assert listed[-1]["origin"]["component"] == "gemm"
+    assert "row 5 of its weight" in call(capsys, "faults", "show", "adopted.row_5").out
+    assert "M10" in call(capsys, "faults", "show", "M10.nibble_order").out
+
+
+def test_bad_faults_are_refused_with_their_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.json").write_text('{"degarble_fault": 1}')
+    for arguments in (("list",), ("show", "M10.nibble_order"), ("run", "M10.nibble_order")):
+        result = call(capsys, "faults", *arguments, "--faults", tmp_path)
+        assert result.status == 2
+        assert "bad.json" in result.err
+    result = call(capsys, "faults", "list", "--faults", tmp_path / "none")
+    assert result.status == 2
+    assert "degarble faults adopt" in result.err
+    assert call(capsys, "faults", "adopt", tmp_path / "bad.json").status == 2

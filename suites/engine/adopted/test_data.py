@@ -165,6 +165,27 @@ def test_an_adopted_fault_is_named_in_another_layer_and_no_healthy_one() -> None
     assert not unlike.named
 
 
+def test_rules_for_columns_are_kept_as_rules() -> None:
+    description = told(NORM, of_outputs(plants.rotated))
+    assert description is not None
+    stated = json.dumps(statement_of(description)["change"])
+    assert "numbers.rolled" in stated
+    assert "tensor" not in stated
+    (variant,) = fault_of(adopted(description)).variants(model().naming(NORM))
+    x = torch.arange(48.0).reshape(2, 24)  # other extents than those that were seen
+    made = variant.apply(lambda _inputs, _weights: {"out": x})({}, {})
+    assert torch.equal(made["out"], x.roll(3, -1))
+
+
+def test_a_table_of_places_is_a_rule_or_none() -> None:
+    own = torch.arange(24)
+    for table in (own.roll(7), own ^ 1, own.flip(0), own.reshape(4, 6).T.reshape(-1)):
+        rule = numbers.rule_of(table)
+        assert rule is not None
+        assert torch.equal(rule(24), table)
+    assert numbers.rule_of(own[[0, 2, 1, *range(3, 24)]]) is None
+
+
 # ---- every kind of change ------------------------------------------------------------------------
 
 # Functions of recover that are passed on and are no part of a change: they search.
