@@ -92,6 +92,21 @@ class TransformersModel(LogitsModel):
         return {"position_ids": torch.arange(begin, begin + count)[None]}
 
 
+class _Absent(nn.Parameter):
+    """A parameter without values, on the device where they will be.
+
+    Llama 4 moves its token ids to the embedding's device before that runs. To the meta device they
+    would lose their values, and torch gives rows of memory that nobody wrote.
+    """
+
+    @classmethod
+    def like(cls, parameter: Tensor) -> _Absent:
+        """Return one of the same shape and dtype, without memory for them; NaN where it is read."""
+        filled = float("nan") if parameter.is_floating_point() else 0
+        one = torch.full((), filled, dtype=parameter.dtype)
+        return cls(one.expand(parameter.shape), requires_grad=False)
+
+
 class _FilledModel:
     """A model on the meta device whose modules are filled when they run."""
 
@@ -115,6 +130,8 @@ class _FilledModel:
             own += [owned[name] for name in read - {each[0] for each in own} if name in owned]
         for path, module in known.items():
             self._fill_buffers(path, module)
+            for local, each in _own(module):
+                module._parameters[local] = _Absent.like(each)  # noqa: SLF001
             if places[path]:
                 self._fill_when_it_runs(module, places[path])
 
@@ -125,7 +142,7 @@ class _FilledModel:
         def fill(*_: Any) -> None:
             for name, owner, local in read:
                 empty = owner._parameters[local]  # noqa: SLF001
-                if empty is not None and empty.is_meta:
+                if isinstance(empty, _Absent):
                     made = nn.Parameter(self._value(name), requires_grad=False)
                     owner._parameters[local] = made  # noqa: SLF001
                     filled.append((owner, local, empty))

@@ -53,6 +53,26 @@ def checked(capsys: Capsys, folder: Path, reference: Path) -> dict[str, Any]:
     return made.document
 
 
+def test_token_ids_reach_an_embedding_whose_weights_are_not_there_yet(
+    capsys: Capsys, tmp_path: Path
+) -> None:
+    # Llama 4 moves them to the device of the embedding's weight.
+    source = write_checkpoint(tmp_path / "llama4", "llama4_text")
+    made = captured(capsys, source, tmp_path / "run", "--backend", "transformers")
+    assert made.status == 0, made.err
+    table = next(
+        held["model.embed_tokens.weight"]
+        for held in map(load_file, sorted(source.glob("*.safetensors")))
+        if "model.embed_tokens.weight" in held
+    )
+    (stored,) = (load_file(file) for file in (tmp_path / "run").glob("*.safetensors"))
+    steps = [name for name in stored if name.endswith("embed_tokens.out")]
+    assert steps
+    for name in steps:
+        tokens = stored[name.replace(".out", ".in.tokens")]
+        assert torch.equal(stored[name], table[tokens])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_runs_and_a_healthy_run_agrees(
     capsys: Capsys, tmp_path: Path, name: str
