@@ -30,6 +30,7 @@ PANEL_TITLES = {
     PanelKind.TEXT: "Text",
     PanelKind.KERNELS: "Kernels",
     PanelKind.HISTORY: "History",
+    PanelKind.PROBE: "Probe",
 }
 
 PANEL_QUESTIONS = {
@@ -38,6 +39,7 @@ PANEL_QUESTIONS = {
     PanelKind.TEXT: "What does the model say?",
     PanelKind.KERNELS: "Which kernels ran, and how fast?",
     PanelKind.HISTORY: "Which night moved it?",
+    PanelKind.PROBE: "Does the server give the same in every way?",
 }
 
 
@@ -48,10 +50,19 @@ AUDIT_MEANINGS = {
 }
 
 
+# A probe holds a server against itself.
+PROBE_MEANINGS = {
+    Verdict.AGREES: "no way to the same numbers differs by more than rounding",
+    Verdict.DIFFERS: "the server does what a healthy one does not",
+    Verdict.UNSTABLE: "the same request gets other answers",
+}
+
+
 def meaning(page: Page) -> str:
     """Return what the verdict of a page means, given what was judged there."""
     judged = {panel.kind for panel in page.panels if panel.verdict is not None}
-    fields = AUDIT_MEANINGS if judged == {PanelKind.AUDIT} else {}
+    alone = {PanelKind.AUDIT: AUDIT_MEANINGS, PanelKind.PROBE: PROBE_MEANINGS}
+    fields = alone.get(next(iter(judged)), {}) if len(judged) == 1 else {}
     return fields.get(page.verdict, page.verdict.meaning)
 
 

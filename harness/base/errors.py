@@ -15,6 +15,7 @@ DegarbleError
 │   ├── MissingDependency      an optional package or system program is absent
 │   ├── MissingDevice          the requested GPU is absent
 │   ├── WorkerLost             a worker process ended before its task did
+│   ├── UnusableServer         a server does not answer as its interface says
 │   └── NotBuilt               a command of the contract that this version does not have yet
 └── Undecided                  the comparison cannot be made; exit status 2 as well
 """
@@ -187,6 +188,10 @@ class MissingDevice(Refused):
 
 class WorkerLost(Refused):
     """A worker process that ended before its task did: killed, crashed, or out of memory."""
+
+
+class UnusableServer(Refused):
+    """A server that does not answer, or not as its interface says."""
 
 
 class NotBuilt(Refused):

@@ -25,7 +25,7 @@ from degarble.harness.cli.command import (
     asks_for_json,
     dispatch,
 )
-from degarble.harness.cli.commands import checkpoints, history, inference, judging, museum
+from degarble.harness.cli.commands import checkpoints, history, inference, judging, museum, probing
 from degarble.harness.cli.imports import EXIT_INTERRUPTED, INTERRUPTED_MESSAGE, interruptible
 from degarble.harness.cli.terminal import Environment, Terminal, tell_crash, tell_refusal
 
@@ -72,6 +72,7 @@ for add in (  # in the order of the help
     checkpoints.add_rewriting,
     inference.add_generate,
     inference.add_serve,
+    probing.add,
     museum.add_faults,
     history.add,
 ):

@@ -38,6 +38,7 @@ class PanelKind(StrEnum):
     TEXT = "text"
     KERNELS = "kernels"
     HISTORY = "history"
+    PROBE = "probe"
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,18 @@ class Page:
 
     @property
     def ordered_panels(self) -> tuple[Panel, ...]:
-        """Return the panels in the order of PanelKind, those that did not run included."""
+        """Return the panels in the order of PanelKind, those that did not run included.
+
+        A server has a page of its own: no checkpoint's page lacks its panel, nor the reverse.
+        """
         known = {panel.kind: panel for panel in self.panels}
-        return tuple(known.get(kind) or Panel(kind, "Not run.") for kind in PanelKind)
+        if set(known) == {PanelKind.PROBE}:
+            return self.panels
+        return tuple(
+            known.get(kind) or Panel(kind, "Not run.")
+            for kind in PanelKind
+            if kind is not PanelKind.PROBE or kind in known
+        )
 
 
 # --------------------------------------------------------------------------------------------------

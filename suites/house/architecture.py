@@ -52,6 +52,7 @@ ROOMS = {
     "engine": (3.7, "budget, localise, diagnose"),
     "nightly": (0, "a night's plan and steps"),
     "museum": (1, "planted faults, demo"),
+    "probe": (9, "check a server from outside"),
     "families": (8, "what each model family has"),
     "commands": (2, "check, audit, quantise"),
     "capture": (3, "record a run"),

@@ -32,7 +32,7 @@ def _row(floor: int, below: str) -> Unit:
 _GROUND = "base formats model"
 _KNOWING = "references report capture.files checkpoint"
 _DOING_AND_TELLING = "kernels engine history reports"
-_BINDING = "chat inference backends generate capture commands museum nightly"
+_BINDING = "chat inference backends generate capture commands probe museum nightly"
 _BELOW_BINDING = f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING}"
 _ALL_BELOW_EDGE = f"{_BELOW_BINDING} {_BINDING}"
 
@@ -61,6 +61,7 @@ UNITS: Mapping[str, Unit] = {
     # Found by entry points, imported by nobody below the edge: a family may know every floor.
     "families": _row(4, f"{_BELOW_BINDING} chat inference backends generate capture"),
     "commands": _row(4, f"{_BELOW_BINDING} chat inference backends generate capture"),
+    "probe": _row(4, f"{_BELOW_BINDING} chat inference backends generate capture commands"),
     "museum": _row(4, f"{_BELOW_BINDING} chat inference backends generate capture commands"),
     "nightly": _row(4, f"{_BELOW_BINDING} {_BINDING.removesuffix(' nightly')}"),
     # F5 edge

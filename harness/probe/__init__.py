@@ -1,0 +1,1 @@
+"""Numerical checks of any server with OpenAI's interface, from outside."""

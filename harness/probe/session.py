@@ -1,0 +1,148 @@
+"""One session: prompts, first answers, and what the checks share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import UnusableServer
+from degarble.harness.probe.judging import compare
+from degarble.harness.probe.passages import long_text
+from degarble.harness.probe.server import Ask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from degarble.harness.probe.answers import Answer, Position
+    from degarble.harness.probe.judging import CheckResult, Comparison
+    from degarble.harness.probe.server import Prompt, Server
+
+PROMPTS = 8  # that each check asks
+NEW_TOKENS = 8
+_CHARACTERS = 8  # a token, at most, in the texts that long prompts are made of
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """What a probe does."""
+
+    texts: tuple[str, ...]
+    rounding: str | None = None  # what is served, where the user says so
+    max_prompt_tokens: int = 2048
+    new_tokens: int = NEW_TOKENS
+
+
+@dataclass
+class Session:
+    """A server that is probed, with what was gathered so far."""
+
+    server: Server
+    options: ProbeOptions
+    cold: list[Answer] = field(default_factory=list)  # the very first answers
+    base: list[Answer] = field(default_factory=list)  # the same again: what a cache gives
+    scored: tuple[Position, ...] = ()  # of the latest prompt, without its answer
+    tail: tuple[Position, ...] = ()  # of its answer's tokens
+    _exact: dict[str, Prompt] = field(default_factory=dict)
+    _long: tuple[Prompt, tuple[str, ...]] | None = None
+
+    def prompt(self, number: int) -> Prompt:
+        """Return a prompt: ids where the server's tokenizer is known, else the text."""
+        texts = self.options.texts
+        return self.exact(texts[number % len(texts)])
+
+    def exact(self, text: str) -> Prompt:
+        """Return a text as the server is asked: the same text is tokenised once."""
+        if not self.server.ids:
+            return text
+        if text not in self._exact:
+            self._exact[text] = self.server.tokenize(text)
+        return self._exact[text]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Return the prompts of the checks."""
+        return [self.prompt(number) for number in range(min(PROMPTS, len(self.options.texts)))]
+
+    def asks(self, new_tokens: int | None = None) -> list[Ask]:
+        """Return the requests of the first answers."""
+        tokens = self.options.new_tokens if new_tokens is None else new_tokens
+        return [Ask(prompt, tokens) for prompt in self.prompts]
+
+    @property
+    def most_tokens(self) -> int:
+        """Return how long a prompt may be: the option, or what the model takes."""
+        context = self.server.context or self.options.max_prompt_tokens
+        return max(0, min(self.options.max_prompt_tokens, context - 64))
+
+    def cut(self, tokens: int, first: int = 0) -> Prompt | None:
+        """Return a long prompt of so many tokens; None where the server shows no tokens.
+
+        `first` begins at another text.
+        """
+        characters = _CHARACTERS * self.most_tokens
+        text = long_text(self.options.texts, characters, PROMPTS + first)
+        if self.server.ids:
+            ids = self.exact(text)
+            return ids[:tokens] if isinstance(ids, tuple) and len(ids) >= tokens else None
+        if not self.server.offers("prompt log-probabilities"):
+            return None
+        if self._long is None:
+            # Characters a token are not known yet: a first piece of the text tells.
+            piece = text[:2000].rsplit(" ", 1)[0]
+            share = len(piece) / max(1, len(self.server.score(piece)))
+            whole = text[: math.ceil(share * self.most_tokens)].rsplit(" ", 1)[0]
+            self._long = whole, tuple(p.token for p in self.server.score(whole))
+        found = self._long[1]
+        return "".join(found[:tokens]) if first == 0 and len(found) >= tokens else None
+
+    def about(self, tokens: int, first: int = 0) -> str:
+        """Return a text of about so many tokens, by the stated lengths of the first prompts."""
+        texts = self.options.texts
+        counts = [(a.prompt_tokens or 0, len(t)) for a, t in zip(self.cold, texts, strict=False)]
+        share = sum(size for _, size in counts) / max(1, sum(count for count, _ in counts))
+        size = round(tokens * share) if any(count for count, _ in counts) else 4 * tokens
+        return long_text(texts, size, PROMPTS + first)[:size].rsplit(" ", 1)[0]
+
+    def longer(self, text: str, number: int) -> str:
+        """Return a text after the words of another one, as nothing else in a session asks it."""
+        texts = self.options.texts
+        other = texts[(number + 3) % len(texts)].split()
+        return f"{' '.join(other[: max(3, len(other) // 2)])} {text}"
+
+    def prefilled(self, prompt: Prompt, answer: Answer, number: int) -> Comparison | None:
+        """Compare an answer's tokens as they were decoded with the same tokens as a prompt."""
+        count = len(answer.positions)
+        longer = self.server.continued(prompt, answer, count) if count else None
+        if longer is None:
+            return None
+        whole = self.server.score(longer)
+        self.scored = whole[: len(whole) - count]
+        self.tail = scores = whole[-count:]
+        if len(scores) < count or any(
+            one.token.strip() != other.token.strip()
+            for one, other in zip(scores, answer.positions, strict=True)
+        ):
+            return None
+        return replace(
+            compare(answer.positions, scores, number),
+            body=self.server.call(Ask(prompt, count)).body,
+        )
+
+
+def add_answers(
+    session: Session,
+    result: CheckResult,
+    asks: Sequence[Ask],
+    answers: Sequence[Answer | UnusableServer],
+    how: str,
+) -> None:
+    """Compare answers with the first ones, prompt by prompt; failures become notes."""
+    for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
+        if isinstance(answer, UnusableServer):
+            result.notes.append(f"no answer {how}: {answer.shown_value}")
+            continue
+        base = session.base[number]
+        made = compare(base.positions, answer.positions, number, how)
+        result.comparisons.append(replace(made, body=session.server.call(ask).body))
+        result.texts_apart += base.text != answer.text

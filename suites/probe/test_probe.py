@@ -1,0 +1,127 @@
+"""`degarble probe` on stand-ins: planted server faults are found, healthy servers stay silent."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from degarble.harness.probe.client import Client, RequestLimits
+from degarble.harness.probe.probe import ProbeResult, probe
+from degarble.harness.probe.session import ProbeOptions
+from degarble.harness.report.verdict import Verdict
+from degarble.suites.campaigns.probed_servers import healthy, session
+from degarble.suites.commands.calls import call
+from degarble.suites.probe.faults import FAULTS, ServerFault
+from degarble.suites.probe.small_model import SmallConfig
+from degarble.suites.probe.stand_in import Manner, ScoringEngine, opened, serving, texts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from degarble.harness.inference.model import OpenModel
+
+TOKEN = "a-token-that-nobody-may-see"
+SMALL = SmallConfig(3, width=32, arithmetic="exact")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
+    with opened(tmp_path_factory.mktemp("probe") / "model") as made:
+        yield made
+
+
+def fault(name: str) -> ServerFault:
+    return next(each for each in FAULTS if each.name == name)
+
+
+def quick(url: str, **limits: Any) -> ProbeResult:
+    """Probe with few short prompts."""
+    client = Client(url, None, RequestLimits(rate=1e6, **limits))
+    return probe(client, ProbeOptions(texts(3)[:4], max_prompt_tokens=140, new_tokens=4))
+
+
+def test_the_command_finds_a_planted_fault_and_writes_all(
+    model: OpenModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "prompts").write_text("\n".join(texts(3)[:4]))
+    out = tmp_path / "out"
+    with serving(model, SMALL, fault("stops ignored").manner) as url:
+        done = call(
+            capsys, "probe", url, "--prompts", tmp_path / "prompts", "--report", out,
+            "--token-file", tmp_path / "token", "--rate", "1000", "--max-prompt-tokens", "140",
+            f"--json={tmp_path / 'probe.json'}",
+        )  # fmt: skip
+    assert done.status == 1, done.out
+    document = json.loads((tmp_path / "probe.json").read_text())
+    assert document["verdict"] == "DIFFERS"
+    assert document["findings"][0]["check"] == "stops"
+    assert document["traffic"]["requests"] < 400
+    assert document["next"][-1].startswith("degarble check")
+    assert json.loads((out / "request-1.json").read_text())["stop"]
+    page = next(out.glob("*.html")).read_text()
+    assert "A text does not end at its stop" in page
+    assert "Does the server give the same in every way?" in page
+    written = [file.read_text() for file in out.iterdir()]
+    assert TOKEN not in "".join([done.out, done.err, json.dumps(document), *written])
+
+
+def test_what_was_gathered_stays_when_the_limit_is_reached(model: OpenModel) -> None:
+    with serving(model, SMALL, Manner(engine=ScoringEngine)) as url:
+        result = quick(url, requests=45)
+    assert result.verdict is Verdict.UNDECIDED
+    assert "45 requests" in result.ended
+    assert result.checks[0].comparisons
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
+def test_planted_fault_is_found(model: OpenModel, planted: ServerFault) -> None:
+    result = session(model, SmallConfig(FAULTS.index(planted)), planted.manner)
+    assert result.verdict in (Verdict.DIFFERS, Verdict.UNSTABLE)
+    assert {finding.check for finding in result.findings} & set(planted.found_by)
+    assert result.server.client.traffic.requests <= 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(0, 72, 9))
+def test_healthy_server_stays_silent(model: OpenModel, number: int) -> None:
+    config, manner = next(islice(healthy(), number, None))
+    result = session(model, config, manner)
+    assert result.verdict is Verdict.AGREES, result.findings
+
+
+@contextmanager
+def two(model: OpenModel, one: SmallConfig, other: SmallConfig) -> Iterator[tuple[str, str]]:
+    manner = Manner(engine=ScoringEngine)
+    with serving(model, one, manner) as first, serving(model, other, manner) as second:
+        yield first, second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [({}, 0), ({"arithmetic": "fp8"}, 1), ({"seed": 8}, 1)],
+    ids=["the same", "other arithmetic", "another model"],
+)
+def test_two_servers(
+    model: OpenModel, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    changed: dict[str, Any], status: int,
+) -> None:  # fmt: skip
+    (tmp_path / "prompts").write_text("\n".join(texts(3)))
+    one = SmallConfig(3, arithmetic="exact")
+    with two(model, one, replace(one, **changed)) as (first, second):
+        done = call(
+            capsys, "probe", first, "--against", second, "--prompts", tmp_path / "prompts",
+            "--rate", "1000", "--max-prompt-tokens", "140", "--rounding", "bf16", "--json",
+        )  # fmt: skip
+    found = done.document["against"]
+    assert done.status == status, done.document["findings"]
+    assert found["texts"] == len(texts(3))
+    assert (found["answers"]["p"] == 1.0) == (not changed)
