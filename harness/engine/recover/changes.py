@@ -10,7 +10,7 @@ Shape letters: R rows of the operand, S rows of the other one, K columns, B bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -336,6 +336,17 @@ def _solved(parts_RSB: Tensor, equations: Equations) -> _Solved | None:
     return _Solved(used, error, float(near[:, 1::2].double().mean()))
 
 
+def _solved_alike(parts_RS: Sequence[Tensor], equations: Equations) -> _Solved | None:
+    """Solve for one factor of each part in all rows, whose equations are laid end to end."""
+    seen, right, allowed = (
+        side.reshape(1, -1) for side in (equations.seen, equations.right, equations.allowed)
+    )
+    flat = replace(
+        equations, seen=seen, right=right, allowed=allowed, rows=equations.rows[:1]
+    )  # fmt: skip
+    return _solved(torch.stack(tuple(parts_RS), -1).reshape(1, -1, len(parts_RS)), flat)
+
+
 def _solved_scales(equations: Equations) -> _Solved | None:
     """Solve for the block scales that rows were multiplied with, the factor left out."""
     operand = equations.operand.of_rows(equations.rows)
@@ -564,19 +575,14 @@ def _by_parts(some: Equations) -> Iterator[OperandChange]:
     numbers, columns = operand.numbers, operand.values.shape[1]
     if not bool(some.seen.isfinite().all()):
         return
-    for wide in (64, 16, 8):
-        if columns % wide or columns // wide < 2:
+    for wide in dict.fromkeys((columns // 2, columns // 4, columns // 8, 64, 16, 8)):
+        if not wide or columns % wide or columns // wide < 2:
             continue
         parts = [
             numbers[:, begin : begin + wide] @ some.other[:, begin : begin + wide].T
             for begin in range(0, columns, wide)
         ]
-        stacked = torch.stack(parts, -1).reshape(1, -1, columns // wide)
-        flat = replace(
-            some, seen=some.seen.reshape(1, -1), allowed=some.allowed.reshape(1, -1),
-            right=some.right.reshape(1, -1), rows=some.rows[:1],
-        )  # fmt: skip
-        solved = _solved(stacked, flat)
+        solved = _solved_alike(parts, some)
         if solved is None or solved.given < HOLDS:
             continue
         factors = [
@@ -623,12 +629,7 @@ def _by_elements(some: Equations) -> Iterator[OperandChange]:
         return
     scaled = operand.spread(operand.scales) * operand.factor
     parts = [torch.where(codes == code, scaled, 0.0) @ some.other.T for code in held]
-    stacked = torch.stack(parts, -1).reshape(1, -1, len(held))
-    flat = replace(
-        some, seen=some.seen.reshape(1, -1), allowed=some.allowed.reshape(1, -1),
-        right=some.right.reshape(1, -1), rows=some.rows[:1],
-    )  # fmt: skip
-    solved = _solved(stacked, flat)
+    solved = _solved_alike(parts, some)
     if solved is None or solved.given < HOLDS:
         return
     used, error = solved.used[0], solved.error[0]

@@ -37,6 +37,12 @@ from degarble.harness.engine.recover.maps import (
     moved,
     simplest,
 )
+from degarble.harness.engine.recover.matrices import (
+    recovered_matrix,
+    recovered_table,
+    recovered_vector,
+)
+from degarble.harness.engine.recover.operands import operand_of
 from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
 from degarble.harness.engine.recover.quantisers import decoded_input, quantiser_edits
 from degarble.harness.engine.recover.responses import recovered_input, seen_rows
@@ -52,6 +58,7 @@ from degarble.harness.engine.recover.weights import (
     recovered_weight,
 )
 from degarble.harness.engine.recover.whole import causes_in_operands, height, largest_call
+from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
@@ -104,6 +111,7 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
         _by_weights(context, calls)
         or _by_outputs(context, calls)
         or _by_inputs(context, calls)
+        or _by_numbers(context, calls)
         or _by_operands(context, calls)
         or _by_edits(context, calls)
         or _by_vectors(context, calls)
@@ -600,6 +608,77 @@ _READING = "Look at how the kernel reads this input: offsets, tiles, casts, what
 def _ruled_input(name: str, wide: int, rule: Rule) -> FaultVariant:
     change = with_inputs(partial(input_by, name, partial(in_rows, rule.apply, wide)))
     return FaultVariant(f"in the input {name}, {rule.words}", change)
+
+
+# ---- numbers of a weight by rows and columns -----------------------------------------------------
+
+
+def _by_numbers(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    for name, part, sides in _recovered_weights(context, calls[0]):
+        for rule in islice(rules_of(sides, rows=True), MOST_RULES):
+            made = partial(_ruled_weight, context, name, part)
+            proved = _proved(context, calls, rule, made)
+            if proved is not None:
+                own, variant, fit = proved
+                sentence = f"The outputs follow if {variant.words}."
+                return Described(sentence, _LOADER, own.table[:SHOWN], variant, fit)
+    return None
+
+
+def _recovered_weights(
+    context: ComponentContext, record: CallRecord
+) -> Iterator[tuple[str, str, Sides]]:
+    """Yield names of weights, which of their parts, and what these were; one may be wrong."""
+    wrong = [view for view in views_of(context, record) if bool(view.wrong.any())]
+    found = recovered_matrix(wrong[0]) if len(wrong) == 1 else None
+    if found is not None:
+        name = wrong[0].name
+        yield name, "numbers", found
+        operand = operand_of(wrong[0].weight)
+        if operand.form is not None:
+            unit = (operand.spread(operand.scales) * operand.factor).expand_as(operand.values)
+            unit = torch.where(unit == 0, 1.0, unit)
+            yield name, "elements", replace(
+                found, seen=found.seen / unit, right=operand.values,
+                allowed=found.allowed / unit.abs(),
+            )  # fmt: skip
+    sides = [each for each in _sides(context, record) if each.loose]
+    if found is not None or len(sides) < len(record.expected):
+        return
+    for name, weight in dict(context.weights).items():
+        if len(sides) == 1 and len(weight.shape) == 2 and len(context.weights) == 1:
+            table = recovered_table(record.inputs, weight, sides[0])
+            if table is not None:
+                yield name, "numbers", table
+                continue
+        if not weight.is_quantised and weight.shape:
+            vector = recovered_vector(context, record, name, sides)
+            if vector is not None:
+                yield name, "numbers", vector
+
+
+def _ruled_weight(context: ComponentContext, name: str, part: str, rule: Rule) -> FaultVariant:
+    what = f"the {part} of " if part != "numbers" else ""
+    words = f"in {what}{full_name(context, name)}, {rule.words}"
+    return FaultVariant(words, with_weights(partial(weight_by, name, part, rule.apply)))
+
+
+def weight_by(
+    name: str, part: str, of: Callable[[Tensor], Tensor], own: str, weight: Weight
+) -> Weight:
+    """Return a weight of which one part was changed as a matrix, if it is the one of this name."""
+    if own != name:
+        return weight
+    if part == "elements":
+        operand = operand_of(weight)
+        made = replace(operand, values=of(operand.values)).numbers
+    else:
+        numbers = numbers_of(weight).double()
+        wide = numbers.shape[-1] if numbers.ndim else 1
+        made = of(numbers.reshape(-1, wide)).reshape(numbers.shape)
+    if weight.value is not None:
+        made = made.to(weight.value.dtype)
+    return Weight(value=made, input_scale=weight.input_scale)
 
 
 def _is_coded(x: Tensor) -> bool:

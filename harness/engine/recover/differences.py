@@ -80,15 +80,16 @@ class _Change(NamedTuple):
 def rules_of(sides: Sides, *, rows: bool = False) -> Iterator[Rule]:
     """Yield the rules that give everything seen; `rows` of a weight may be a part, or move.
 
-    Rows of tokens may be every so many of a call only.
+    Rows of tokens may be every so many of a call only. Rows of which nothing is known end no part.
     """
     wrong = ~sides.equal(sides.seen, sides.right, sides.allowed)
     if int(wrong.sum()) < FEWEST or not bool(sides.seen[wrong].isfinite().all()):
         return
+    known = sides.allowed.isfinite().any(1)
     for change in (*_of_numbers(sides, wrong), *_of_places(sides, wrong, rows=rows)):
         made = change.apply(sides.right)
         given = sides.equal(sides.seen, made, sides.allowed)
-        part = _part(wrong, given, rows=rows)
+        part = _part(wrong, given, known, rows=rows)
         if part is not None:
             yield change.rule(*part)
 
@@ -110,12 +111,12 @@ def _words(change: _Change, rows: Lines, columns: Lines) -> str:
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-def _part(wrong: Tensor, given: Tensor, *, rows: bool) -> tuple[Lines, Lines] | None:
+def _part(wrong: Tensor, given: Tensor, known: Tensor, *, rows: bool) -> tuple[Lines, Lines] | None:
     """Return the simplest part that holds all wrong numbers and, as good as only, given ones."""
     if _many(wrong & ~given, wrong):
         return None
     wrong = wrong & given
-    of_rows = parts_of(wrong.any(1), "row") if rows else _of_tokens(wrong.any(1))
+    of_rows = parts_of(wrong.any(1), "row", known) if rows else _of_tokens(wrong.any(1))
     tried = list(product(enumerate(of_rows), enumerate(parts_of(wrong.any(0), "column"))))
     tried.sort(key=lambda pair: pair[0][0] + pair[1][0])
     high, wide = wrong.shape
@@ -130,13 +131,21 @@ def _many(missed: Tensor, of: Tensor) -> bool:
     return int(missed.sum()) > MISSED * int(of.sum())
 
 
-def parts_of(wrong: Tensor, kind: str) -> list[Lines]:
-    """Return sets of lines that hold the wrong ones, simplest first."""
+def parts_of(wrong: Tensor, kind: str, known: Tensor | None = None) -> list[Lines]:
+    """Return sets of lines that hold the wrong ones, simplest first; lines may be unknown."""
     found = [Lines("", partial(_between, (0, None, 1)))]
     at = wrong.nonzero().flatten().tolist()
     if not at:
         return found
     first, last = at[0], at[-1]
+    if known is not None and not bool(known.all()):
+        ends = [each for each in (first - 1, last + 1) if 0 <= each < len(wrong)]
+        if not all(bool(known[each]) for each in ends):
+            return found
+        wrong = wrong | ~known
+        at = [each for each in wrong.nonzero().flatten().tolist() if first <= each <= last]
+        if len(at) < last - first + 1:
+            return found
     every = "" if len(at) == 1 else f"s {first} to {last}"
     found.append(Lines(f"{kind}{every or f' {first}'}", partial(_between, (first, last + 1, 1))))
     step = gcd(*(each - first for each in at))
@@ -340,7 +349,7 @@ def _matched(sides: Sides, wrong: Tensor) -> Tensor | None:
     """Return, for each column, the one whose numbers it holds; None where one holds no one's."""
     rows, columns = wrong.any(1).nonzero().flatten(), wrong.any(0).nonzero().flatten()
     known = rows[sides.allowed[rows].isfinite().all(1)]
-    if len(known) < NARROW or len(columns) < 1:
+    if len(known) < min(NARROW, len(wrong)) or len(columns) < 1:
         return None
     few = known[:: -(-len(known) // FEW_LINES)]
     if len(few) * len(columns) * wrong.shape[1] > MOST_MATCHED:

@@ -433,30 +433,43 @@ def _finer(context: ComponentContext, name: str, of: Callable[[Tensor], Tensor],
 
 
 def _by_partial_sums(context: ComponentContext) -> Iterator[FaultVariant]:
-    shapes = [weight.shape for weight in dict(context.weights).values()]
+    shapes = [weight.shape for weight in dict(context.weights).values() if len(weight.shape) > 1]
     if not shapes or any(len(shape) != 2 for shape in shapes):
         return
     width = max(shape[1] for shape in shapes)
     for form, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
-        for part in dict.fromkeys((*_PARTS, -(-width // 2))):
+        for part in dict.fromkeys((*_PARTS, *(-(-width // count) for count in (2, 4, 8)))):
             if part < width <= 32 * part:
                 words = f"sums over {part} columns are added up in {form}"
-                yield FaultVariant(words, partial(_summed, context, part, dtype))
+                for stored in (False, True):
+                    yield FaultVariant(
+                        f"{words}{', each stored before' if stored else ''}",
+                        partial(_summed, context, (part, stored), dtype),
+                        stores_within=True,
+                    )
 
 
 @operation
-def _summed(context: ComponentContext, part: int, dtype: torch.dtype, call: Any) -> Any:
-    exact = with_facts(context, unrounded)(call)
+def _summed(
+    context: ComponentContext, parts: tuple[int, bool], dtype: torch.dtype, call: Any
+) -> Any:
+    (part, stored), exact = parts, with_facts(context, unrounded)(call)
+    facts = facts_of(exact)
 
     def changed(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
         known = dict(call(inputs, weights))
-        width = max(weight.shape[1] for weight in weights.values())
-        total: dict[str, Tensor] = {}
+        width = max(weight.shape[-1] for weight in weights.values() if len(weight.shape) > 1)
+
+        def of(begin: int, end: int) -> Tensors:
+            made = exact(decoded(facts, inputs, weights, partial(_alone, begin, end)), weights)
+            types = {name: known[name].dtype if stored else torch.float64 for name in made}
+            return {name: tensor.to(types[name]).double() for name, tensor in made.items()}
+
+        bias = of(0, 0)
+        total = bias
         for begin in range(0, width, part):
-            some = decoded(facts_of(exact), inputs, weights, partial(_alone, begin, begin + part))
-            for name, made in exact(some, weights).items():
-                before = total.get(name, torch.zeros_like(made, dtype=torch.float64))
-                total[name] = (before + made.double()).to(dtype).double()
+            own = of(begin, begin + part)
+            total = {n: (t + own[n] - bias[n]).to(dtype).double() for n, t in total.items()}
         return {name: total[name].to(output.dtype) for name, output in known.items()}
 
     return changed

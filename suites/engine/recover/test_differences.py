@@ -9,6 +9,9 @@ import torch
 
 from degarble.harness.engine.recover.differences import rules_of
 from degarble.harness.engine.recover.maps import Sides
+from degarble.harness.engine.recover.matrices import recovered_matrix
+from degarble.harness.engine.recover.products import ProductView
+from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,3 +84,35 @@ def test_nothing_is_told_where_two_columns_may_have_been_meant() -> None:
     right[:, 9] = right[:, 4] * (1 + EPSILON / 4)
     seen = in_columns(slice(20, 21), lambda _: right[:, 4:5])(right)
     assert not any("hold the numbers" in rule.words for rule in rules_of(sides_of(right, seen)))
+
+
+def test_numbers_of_a_weight_are_solved_for_in_few_columns_and_anywhere() -> None:
+    x, right = drawn(6, 40, 32), drawn(7, 24, 32)
+    for part, rows in ((slice(3, 20, 4), 20), (slice(0, 32), 40)):
+        used = in_columns(part, lambda w: w.roll(5, 0))(right)
+        given = x[:rows]
+        allowed = torch.full((rows, 24), 1e-6, dtype=torch.float64)
+        sides = (given, right, given @ used.T, given @ right.T, allowed, torch.arange(rows))
+        found = recovered_matrix(ProductView("weight", Weight(value=right), *sides))
+        assert found is not None
+        assert torch.allclose(found.seen, used, atol=1e-4)
+        assert torch.equal(next(rules_of(found, rows=True)).apply(right), used)
+    few = ProductView("weight", Weight(value=right), *(side[:9] for side in sides[:1]), right,
+                      *(side[:9] for side in sides[2:]))  # fmt: skip
+    assert recovered_matrix(few) is None
+
+
+def test_a_part_of_a_table_whose_ends_were_not_looked_up_is_not_told() -> None:
+    right = drawn(8)
+    seen = in_rows(slice(8, 12), right)
+    for unknown, told in ((2, True), (7, False), (12, False)):
+        allowed = EPSILON * (1 + right.abs())
+        allowed[unknown] = torch.inf
+        rules = list(rules_of(Sides("out", seen, right, allowed), rows=True))
+        assert bool(rules) is told
+
+
+def in_rows(part: slice, right: Tensor) -> Tensor:
+    made = right.clone()
+    made[part] *= 0.5
+    return made
