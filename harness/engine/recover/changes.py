@@ -24,6 +24,7 @@ from degarble.harness.engine.recover.numbers import (
     grids,
     places,
     readings,
+    rotations,
     scale_values,
 )
 from degarble.harness.engine.recover.operands import StoredOperand
@@ -688,7 +689,7 @@ def _by_places(equations: Equations) -> Iterator[OperandChange]:
     rows, columns = operand.values.shape
     blocks = operand.scales.shape[1]
     whole = operand.form is None
-    for each in places(columns):
+    for each in (*places(columns), *rotations(columns)):
         index = each.of(columns)
         moved = [("numbers", operand.numbers[few.rows][:, index])]
         if not whole:
@@ -708,7 +709,7 @@ def _by_places(equations: Equations) -> Iterator[OperandChange]:
                 f"block scales of a row are {_place_words(each.words, 'blocks')}",
                 partial(_on_scales, partial(_columns_of, each.of)),
             )
-    for each in places(rows) if rows > 1 else ():
+    for each in (*places(rows), *rotations(rows)) if rows > 1 else ():
         index = each.of(rows)[few.rows]
         source, own = operand.of_rows(index), operand.of_rows(few.rows)
         tried = [("numbers", source.numbers)]

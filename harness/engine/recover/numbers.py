@@ -213,6 +213,20 @@ def lines_by(of: Callable[[int], Tensor], dim: int, right: Tensor) -> Tensor:
     return right.index_select(dim, of(right.shape[dim]))
 
 
+@cache
+def rotations(count: int) -> tuple[Places, ...]:
+    """Return the rotations that `places` leaves out."""
+    steps = (step if 2 * step <= count else step - count for step in range(1, count))
+    return tuple(
+        Places(
+            f"those {abs(step)} {'after' if step > 0 else 'before'} them, around the end",
+            partial(_rolled, step=step),
+        )
+        for step in steps
+        if abs(step) > MOST_SHIFT and 2 * abs(step) != count
+    )
+
+
 def _divisors(count: int) -> Iterator[int]:
     return (n for n in range(2, count + 1) if count % n == 0 and (n & (n - 1) == 0 or n == count))
 

@@ -90,16 +90,18 @@ def test_numbers_of_a_weight_are_solved_for_in_few_columns_and_anywhere() -> Non
     x, right = drawn(6, 40, 32), drawn(7, 24, 32)
     for part, rows in ((slice(3, 20, 4), 20), (slice(0, 32), 40)):
         used = in_columns(part, lambda w: w.roll(5, 0))(right)
-        given = x[:rows]
-        allowed = torch.full((rows, 24), 1e-6, dtype=torch.float64)
-        sides = (given, right, given @ used.T, given @ right.T, allowed, torch.arange(rows))
-        found = recovered_matrix(ProductView("weight", Weight(value=right), *sides))
+        view = product(x[:rows], used, right)
+        found = recovered_matrix(view)
         assert found is not None
         assert torch.allclose(found.seen, used, atol=1e-4)
         assert torch.equal(next(rules_of(found, rows=True)).apply(right), used)
-    few = ProductView("weight", Weight(value=right), *(side[:9] for side in sides[:1]), right,
-                      *(side[:9] for side in sides[2:]))  # fmt: skip
-    assert recovered_matrix(few) is None
+        assert recovered_matrix(view.of_rows(torch.arange(6))) is None
+
+
+def product(x: Tensor, used: Tensor, right: Tensor) -> ProductView:
+    seen, at = x @ used.T, torch.arange(len(x))
+    allowed = torch.full_like(seen, 1e-6)
+    return ProductView("weight", Weight(value=right), x, right, seen, x @ right.T, allowed, at)
 
 
 def test_a_part_of_a_table_whose_ends_were_not_looked_up_is_not_told() -> None:

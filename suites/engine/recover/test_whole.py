@@ -121,7 +121,7 @@ def test_two_weights_with_changes_of_their_own_are_told_each() -> None:
         (
             "layers.1.attn.norm",
             with_weights(lambda _, own: type(own)(value=own.values(torch.float64) * 0 + 1)),
-            "every number of layers.1.attn_norm is 1",
+            "in layers.1.attn_norm, all numbers are 1",
         ),
         (
             "layers.1.attn.q_head_norm_rope",
