@@ -663,6 +663,7 @@ def _ruled_weight(context: ComponentContext, name: str, part: str, rule: Rule) -
     return FaultVariant(words, with_weights(partial(weight_by, name, part, rule.apply)))
 
 
+@operation
 def weight_by(
     name: str, part: str, of: Callable[[Tensor], Tensor], own: str, weight: Weight
 ) -> Weight:
