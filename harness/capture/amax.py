@@ -2,12 +2,14 @@
 
 The prompts run in BF16 arithmetic, where no activation is quantised. V3.2 runs in its naive form,
 because the absorbed form has no input for wkv_b. The file format is in docs/calibration.md; the
-file is written whole or not at all. Experts that no token reached are recorded with 0 tokens and
-reported.
+file is written whole or not at all, and the same command finishes what was interrupted. Experts
+that no token reached are recorded with 0 tokens and reported.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import defaultdict
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,6 +19,9 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnwritablePath
 from degarble.harness.checkpoint.transform.quantise.calibration import FILE, Amax, Calibration
+from degarble.harness.checkpoint.view.view import fingerprint
+from degarble.harness.checkpoint.write.finished_parts import FinishedParts
+from degarble.harness.checkpoint.write.manifest import UNFINISHED
 from degarble.harness.generate.generate import GenerationOptions, TextGenerator
 from degarble.harness.inference.model import HELD_VALUES, open_model
 from degarble.harness.inference.traced import TracedWeights
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.inference.model import OpenModel
     from degarble.harness.inference.weights import StreamedWeights
     from degarble.harness.model.config.config import Config
     from degarble.references.binding import BoundModel
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
 
 EXPERTS = "traced.experts"
 _LISTED = 8  # linears without a token that are named
+_SEEN = "ranges"  # the part that is kept between groups of prompts
 STEP = 8192  # tokens that go through the layers together
 
 
@@ -126,6 +133,15 @@ class InputRanges:
     def _see(self, name: str, amax: float, tokens: int) -> None:
         self._largest[name] = max(self._largest.get(name, 0.0), amax)
         self._tokens[name] += tokens
+
+    def state(self) -> list[list[Any]]:
+        """Return what was seen so far, as plain numbers."""
+        return [[name, self._largest[name], tokens] for name, tokens in self._tokens.items()]
+
+    def resume(self, state: list[list[Any]]) -> None:
+        """Go on from what another run has seen."""
+        self._largest = {name: float(amax) for name, amax, _ in state}
+        self._tokens = defaultdict(int, {name: int(tokens) for name, _, tokens in state})
 
     def calibration(self) -> Calibration:
         """Return the records; experts of a layer that ran without a token have 0 tokens."""
@@ -220,9 +236,13 @@ def capture_amax(
     watch: Watch,
     held_values: int = HELD_VALUES,
 ) -> AmaxSummary:
-    """Run prompts through a checkpoint's reference, and write the records into `folder`."""
+    """Run prompts through a checkpoint's reference, and write the records into `folder`.
+
+    What was seen is kept there after each group of prompts, and the same call goes on from it.
+    """
     usable_folder("--out", folder)
-    if (folder / FILE).exists():
+    unfinished = folder / UNFINISHED
+    if (folder / FILE).exists() and not unfinished.exists():
         raise UnwritablePath(
             "--out", str(folder / FILE), "a folder without amax records", "Choose another folder."
         )
@@ -236,12 +256,29 @@ def capture_amax(
         generator = TextGenerator(model, GenerationOptions(chat=chat))
         ids = [generator.ids_of(prompt) for prompt in prompts]
         _require_fitting(ids, model.logits_model.context)
+        parts = FinishedParts(unfinished, _depends_on(model, ids))
+        known = parts.read(_SEEN) or {"groups": 0, "state": []}
+        ranges.resume(known["state"])
         with watch(model.streamed):
-            for group in _groups(ids):
-                _run(generator, ranges, group)
+            for number, group in enumerate(_groups(ids), 1):
+                if number > known["groups"]:
+                    _run(generator, ranges, group)
+                    parts.add(_SEEN, {"groups": number, "state": ranges.state()})
     calibration = ranges.calibration()
     write_text(folder / FILE, calibration.to_bytes().decode())
+    parts.close()
     return AmaxSummary(folder, sum(len(each) for each in ids), calibration)
+
+
+def _depends_on(model: OpenModel, ids: list[list[int]]) -> dict[str, Any]:
+    """Return everything that the ranges depend on."""
+    return {
+        "checkpoint": fingerprint(model.checkpoint),
+        "prompts": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        "streamed": model.streamed is not None,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _require_fitting(ids: list[list[int]], context: int) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.capture import amax
 from degarble.harness.capture.amax import InputRanges
 from degarble.harness.capture.capture import SequenceTokens, captured_bytes, steps_of
 from degarble.harness.capture.files.reader import Capture
@@ -25,8 +28,10 @@ from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.ranks import plan_over
 from degarble.harness.capture.recorder import Recorder
-from degarble.harness.checkpoint.transform.quantise.calibration import FULL_SCALE, Calibration
+from degarble.harness.checkpoint.transform.quantise.calibration import FILE, FULL_SCALE, Calibration
 from degarble.harness.checkpoint.view.view import Checkpoint, fingerprint
+from degarble.harness.checkpoint.write import finished_parts
+from degarble.harness.checkpoint.write.disk import DISK
 from degarble.harness.inference.model import open_model
 from degarble.harness.model.config.config import V4_PRO
 from degarble.harness.model.parameters import parameters, shape_letters
@@ -38,6 +43,7 @@ from degarble.references.numerics import Numerics
 from degarble.references.weights import InputAmax, random_weights
 from degarble.suites.capture.capture_rank_faulty import DAMAGED
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
+from degarble.suites.checkpoint.write.test_finished_parts import Killed, KilledDisk
 from degarble.suites.commands.calls import call
 from degarble.suites.museum.torchrun import run_ranks
 from degarble.suites.serve.talking_cases import CONFIGS, WORDS, write_speaker, write_tokenizer
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.checkpoint.write.disk import Disk
     from degarble.suites.support.configs import DeepSeekConfig
 
 
@@ -321,6 +328,39 @@ def test_records_become_input_scales(captured: Path, capsys: pytest.CaptureFixtu
     unreached = {name for name, record in records.items() if not record.tokens}
     assert unreached == {n for n in report["flagged"]["unreached_experts"] if n in records}
     assert checked or family == "v32"
+
+
+@pytest.mark.parametrize("captured", ["v4"], indirect=True)
+def test_records_that_were_interrupted_are_finished_by_the_same_command(
+    captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(amax, "STEP", 4)  # each prompt goes alone
+    ran: list[object] = []
+    once = amax._run
+
+    def counted(*given: Any) -> None:
+        ran.append(given)
+        once(*given)
+
+    monkeypatch.setattr(amax, "_run", counted)
+
+    def capture(name: str, disk: Disk) -> bytes:
+        monkeypatch.setattr(finished_parts, "DISK", disk)
+        watch: Any = lambda _streamed: nullcontext()  # noqa: E731
+        amax.capture_amax(captured / "model", list(AMAX_PROMPTS), tmp_path / name, watch)
+        assert [path.name for path in (tmp_path / name).iterdir()] == [FILE]
+        return (tmp_path / name / FILE).read_bytes()
+
+    disk = KilledDisk(1 << 30)
+    alone, used = capture("alone", disk), (1 << 30) - disk.last
+    groups = len(ran)
+    assert groups > 1
+    for moment in random.Random(seed).sample(range(used), 3):
+        ran.clear()
+        with pytest.raises(Killed):
+            capture(f"killed-{moment}", KilledDisk(moment))
+        assert capture(f"killed-{moment}", DISK) == alone
+        assert len(ran) <= groups + 1
 
 
 def _partner(name: str) -> str:

@@ -33,8 +33,6 @@ from degarble.harness.inference.processes import read_rank_info
 from degarble.harness.report.files import is_stream, require_folder
 from degarble.harness.report.progress import size
 
-UNFINISHED = "degarble-unfinished"
-
 
 @dataclass(frozen=True)
 class CaptureOptions:
@@ -154,7 +152,8 @@ def add(app: typer.Typer) -> None:
 def capture(options: CaptureOptions, terminal: Terminal) -> int:
     """Run a model and record the inputs and outputs of every component.
 
-    With --amax-only it records the ranges that `quantise --calibration` reads, and nothing else.
+    With --amax-only it records the ranges that `quantise --calibration` reads, and nothing else;
+    the same command again finishes what was interrupted.
     """
     values.existing("CKPT", options.checkpoint)
     values.backend("--backend", options.backend)
@@ -345,6 +344,8 @@ def _spread(
 
 def _unfinished(options: CheckOptions, terminal: Terminal) -> Path | None:
     """Where finished components are kept: with the output. The run of a backend starts anew."""
+    from degarble.harness.checkpoint.write.manifest import UNFINISHED  # noqa: PLC0415  as above
+
     if options.backend != "torch":
         return None
     if options.report is not None:
