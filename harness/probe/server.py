@@ -193,7 +193,7 @@ class Server:
         if new is None or choices > 1 or "reasoning_effort" in body:
             return
         most, shown = body.get("max_tokens"), len(answer.positions)
-        if isinstance(most, int) and new > most:
+        if isinstance(most, int) and new > max(most, int(echo)):  # vLLM makes one to score a prompt
             self.usage_notes.append(f"completion_tokens {new} where max_tokens was {most}")
         # The end token may be counted without being shown.
         elif shown and not echo and not shown - 1 <= new <= shown + 1:

@@ -2,7 +2,7 @@
 
 Needs a GPU and vLLM in this environment. It writes a tiny Llama, starts the server with CUDA graphs
 and its prefix cache on, probes it, and ends it. A healthy server has to AGREE. `--vllm PATH` names
-the program, further words after `--` go to it. Not run yet.
+the program, further words after `--` go to it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def main() -> int:
     parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json")
     parser.add_argument("--prompts", type=Path, help="one a line, in the tokenizer's words")
     parser.add_argument("--vllm", default="vllm")
-    parser.add_argument("engine", nargs="*", help="further options of vllm serve, after --")
-    options = parser.parse_args()
+    given = sys.argv[1:]
+    cut = given.index("--") if "--" in given else len(given)
+    options, engine = parser.parse_args(given[:cut]), given[cut + 1 :]
     if options.model is None and options.tokenizer is None:
         parser.error("--model CKPT, or --tokenizer FOLDER for a tiny one")
     model = options.model or write_tiny(options.out / "tiny", options.tokenizer)
@@ -73,7 +74,7 @@ def main() -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     line = [options.vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    line += ["--max-logprobs", "20", *options.engine]
+    line += ["--max-logprobs", "20", *engine]
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "server.log").open("wb") as log:
         process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT)
