@@ -222,7 +222,10 @@ class DiagnosedOrigin:
                 f"It is one of {len(self.stretch)} components, recorded at their ends alone. To"
                 f" place it closer, dump {', '.join(self.dump_next)}."
             )
-        return " ".join(told) or "Look at this component first: what it was given is right."
+        if not told:
+            told = ["Look at this component first: what it was given is right."]
+            told += [self.diagnosed.wanted] if self.diagnosed and self.diagnosed.wanted else []
+        return " ".join(told)
 
 
 @dataclass(frozen=True, eq=False)

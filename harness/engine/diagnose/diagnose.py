@@ -43,6 +43,7 @@ from degarble.harness.engine.faults.registry import faults_for
 from degarble.harness.engine.faults.traced.inputs import taken_anew
 from degarble.harness.engine.faults.weight_faults import remembering
 from degarble.harness.engine.recover.described import describe
+from degarble.harness.engine.recover.lacking import lacking
 from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
@@ -252,6 +253,7 @@ class Diagnosed:
     described: Described | None = None
     condition: ActiveCondition | None = None  # of what is described
     confidence: float = 0.0  # that the first cause gives the next row as well, and no other does
+    wanted: str = ""  # which data would tell more, where nothing is named or described
 
     @property
     def where(self) -> Mapping[str, str]:
@@ -333,10 +335,11 @@ def diagnose(
     sentence = _sentence(named, excluded, len(sitting), tried)
     if described is not None:
         sentence = f"{described.evidence} {sentence}"
+    wanted = lacking(context, main) if described is None and not named else ""
     confidence = confidence_of(calls, named, described)
     return Diagnosed(
         named, excluded, tried, sentence, described=described, condition=condition,
-        confidence=confidence,
+        confidence=confidence, wanted=wanted,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.recover.products import ProductView
 
 MOST_SOLVED = 64  # columns, of which other numbers are solved for one after the other
+SPARE_ROWS = 4  # beyond those that determine every number, which a solution has to predict
 MOST_NUMBERS = 512  # of a small weight
 MOST_OUTPUTS = 1 << 14  # numbers that come out, by which a small weight is solved for
 NEAR = 2.0  # times what outputs may be off by, as an error of what is solved for
@@ -60,7 +61,7 @@ def recovered_matrix(view: ProductView) -> Sides | None:
         left = gap - own @ found
         if bool((left.abs() <= allowed + 1).all()):  # allowed are 1 in the mean of a row
             return _matrix(view, wrong, torch.tensor(chosen), (own, found, allowed))
-    if len(x) < x.shape[1] + 4 or int(torch.linalg.matrix_rank(x)) < x.shape[1]:
+    if len(x) < x.shape[1] + SPARE_ROWS or int(torch.linalg.matrix_rank(x)) < x.shape[1]:
         return None
     found = torch.linalg.lstsq(x, gap).solution
     every = torch.arange(x.shape[1])

@@ -297,7 +297,7 @@ def causes_of(
         for cause in found.named
     )  # fmt: skip
     tried = tuple(each.fault for each in found.excluded)
-    return Causes(named, tried, found.described, found.confidence)
+    return Causes(named, tried, found.described, found.confidence, found.wanted)
 
 
 def stored_weight(operand: MatrixOperand) -> Weight:

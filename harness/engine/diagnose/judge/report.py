@@ -49,13 +49,14 @@ class Causes:
 
     `named` are faults that reproduce the candidate, the likeliest first; `tried` are all that were.
     `described` is what the kernel computed with, where no fault is named; `confidence` is how sure
-    the first cause is.
+    the first cause is; `wanted` says which data would tell more, where there is no cause.
     """
 
     named: tuple[NamedCause, ...] = ()
     tried: tuple[str, ...] = ()
     described: Described | None = None
     confidence: float = 0.0
+    wanted: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,8 @@ class JudgedKernel:
             lines.append(f"  next: {described.remedy}")
         elif self.verdict is Verdict.DIFFERS and not self.named and self.tried:
             lines.append(f"  none of these reproduces it: {', '.join(dict.fromkeys(self.tried))}")
+        if self.causes.wanted:
+            lines.append(f"  next: {self.causes.wanted}")
         return lines + ([f"  {self.note}"] if self.note else [])
 
     def __str__(self) -> str:
@@ -192,6 +195,7 @@ class JudgedKernel:
                 "changes": list(self.causes.described.table),
                 "statement": statement_of(self.causes.described),
             },
+            "wanted": self.causes.wanted,
             "tried": list(dict.fromkeys(self.tried)),
         }
 
