@@ -238,7 +238,7 @@ def write(model_name: str, folder: Path) -> nn.Module:
     stated = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(stated))
     if form:
-        compress_folder(folder, form)
+        compress_folder(folder, form, FORMATS.get(form))
     evaluated: nn.Module = model.eval()
     return evaluated
 
