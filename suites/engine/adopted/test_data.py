@@ -193,7 +193,7 @@ SEARCH = {
     "distance", "unrounded", "unrounded_output", "cache", "_scaled_input", "_config_variant",
     "_filled", "_moved_part", "_moved_rows", "_moved_columns", "_gains", "_clamped", "_cut",
     "_signs", "height", "_alone", "_unquantised", "_ruled_output", "_ruled_input", "_holding",
-    "_multiplied", "_shifted", "_within", "_variant",
+    "_multiplied", "_shifted", "_within", "_variant", "_ruled_weight",
 }  # fmt: skip
 
 
