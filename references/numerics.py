@@ -92,7 +92,7 @@ class CodeSums(StrEnum):
     ADA_IN_STAGES = "ada-in-stages"
 
 
-class BlockScales(StrEnum):
+class BlockScaleUse(StrEnum):
     """Scales of FP8 blocks, where a checkpoint has any number of float32."""
 
     STATED = "stated"
@@ -141,8 +141,8 @@ class Switches:
     input_factors_applied: bool = True  # of traced models: else weights are decoded with them
     cache_quantised: bool = True  # of traced models: where the checkpoint states it
     code_sums: CodeSums = CodeSums.FLOAT32  # others: the short sums of Hopper's and Ada's FP8
-    block_scales: BlockScales = BlockScales.STATED  # of traced linears in FP8 blocks
-    expert_block_scales: BlockScales = BlockScales.STATED  # likewise, of experts
+    block_scales: BlockScaleUse = BlockScaleUse.STATED  # of traced linears in FP8 blocks
+    expert_block_scales: BlockScaleUse = BlockScaleUse.STATED  # likewise, of experts
     latent_norm_epsilon: float | None = None  # transformers, V3.2: 1e-6 in q_norm and kv_norm
 
     def latent_epsilon(self, configured: float) -> float:

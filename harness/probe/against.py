@@ -17,8 +17,8 @@ from degarble.harness.base.errors import Undecided
 from degarble.harness.probe.answers import Position, same_token
 from degarble.harness.probe.judging import (
     Cause,
-    CheckResult,
-    Finding,
+    ProbedCheck,
+    ProbeFinding,
     compare,
     judge,
     limit_of,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from degarble.harness.probe.server import Server
+    from degarble.harness.probe.server import ProbedServer
     from degarble.harness.probe.session import Session
 
 _SIGNIFICANT = 0.001
@@ -60,7 +60,7 @@ class Side(Protocol):
 class ServerSide:
     """Another server."""
 
-    server: Server
+    server: ProbedServer
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class Against:
     """What the comparison of two sides found."""
 
     name: str
-    result: CheckResult
+    result: ProbedCheck
     texts: int = 0
     tokens: int = 0
     right: tuple[int, int] = (0, 0)  # next tokens that only one side predicts
@@ -96,7 +96,7 @@ class Against:
     means_needed: int | None = None
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[ProbeFinding]:
         """Return what was found."""
         return self.result.findings
 
@@ -123,7 +123,7 @@ def against(session: Session, other: Side, tell: Callable[[str], None]) -> Again
             f"--against {other.name}", "a server without prompt log-probabilities",
             "texts that both sides score", "Allow echo with logprobs, or prompt_logprobs.",
         )  # fmt: skip
-    found = Against(other.name, CheckResult("against", "Do both sides give the same?"))
+    found = Against(other.name, ProbedCheck("against", "Do both sides give the same?"))
     found.result.unit = "texts"
     apart = 0
     this = ServerSide(session.server)
@@ -138,7 +138,7 @@ def against(session: Session, other: Side, tell: Callable[[str], None]) -> Again
         _add(found, number, (ours, theirs))
     if apart > len(session.options.texts) / 2:
         found.findings.append(
-            Finding(
+            ProbeFinding(
                 "against", "the two sides read other tokens",
                 f"{apart} of {len(session.options.texts)} texts have other tokens on the other "
                 "side: two models, or two tokenizers.",
@@ -189,7 +189,7 @@ def _test(found: Against) -> None:
     found.means_needed = prompts_for_mean(found.means)
 
 
-def judge_against(found: Against, results: Sequence[CheckResult], rounding: str | None) -> None:
+def judge_against(found: Against, results: Sequence[ProbedCheck], rounding: str | None) -> None:
     """Turn the comparison into findings: by the limit, and by the tests."""
     limit = limit_of("against", results, rounding)
     judge(
@@ -205,7 +205,7 @@ def judge_against(found: Against, results: Sequence[CheckResult], rounding: str 
     if found.means_p < _SIGNIFICANT and abs(mean) > limit / max(1.0, math.sqrt(found.texts)):
         better = "the other side" if mean < 0 else "this server"
         found.findings.append(
-            Finding(
+            ProbeFinding(
                 "against", f"{better} predicts the texts better, and that is no chance",
                 found.sentence, measured=abs(mean), limit=limit,
             )

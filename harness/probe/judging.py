@@ -48,7 +48,7 @@ _OTHER_SHAPES = ("cache", "chunks", "prefill")
 _SAME_KERNEL = ("batch", "lengths", "repeats")
 
 
-class Level(StrEnum):
+class ProbeLevel(StrEnum):
     """What a finding does to the verdict."""
 
     DIFFERS = "differs"
@@ -57,13 +57,13 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeFinding:
     """One thing that a healthy server does not do. `body` is a request that shows it."""
 
     check: str
     cause: str
     evidence: str
-    level: Level = Level.DIFFERS
+    level: ProbeLevel = ProbeLevel.DIFFERS
     remedy: str = ""
     body: Mapping[str, Any] | None = None
     measured: float | None = None
@@ -71,7 +71,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ProbedComparison:
     """One prompt, asked in two ways: how far apart each position is, and where tokens part."""
 
     prompt: int
@@ -90,7 +90,7 @@ class Comparison:
 
 def compare(
     one: Sequence[Position], other: Sequence[Position], prompt: int, condition: str = ""
-) -> Comparison:
+) -> ProbedComparison:
     """Compare position by position until the tokens part; that position still counts."""
     distances, divergences, parted = [], [], None
     for place, (first, second) in enumerate(zip(one, other, strict=False)):
@@ -99,7 +99,7 @@ def compare(
         if not same_token(first.token, second.token):
             parted = place
             break
-    return Comparison(prompt, tuple(distances), tuple(divergences), parted, condition)
+    return ProbedComparison(prompt, tuple(distances), tuple(divergences), parted, condition)
 
 
 _TIGHTER = "If no activations are quantised here, probe with --rounding bf16: then it counts."
@@ -116,13 +116,13 @@ class Status(StrEnum):
 
 
 @dataclass
-class CheckResult:
+class ProbedCheck:
     """What a check gathered, and later what it was judged."""
 
     name: str
     question: str
-    comparisons: list[Comparison] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    comparisons: list[ProbedComparison] = field(default_factory=list)
+    findings: list[ProbeFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     status: Status = Status.AGREES
     reason: str = ""  # why it was skipped or cut
@@ -161,7 +161,7 @@ def rounding_distance(rounding: str) -> float:
     return LOGIT * ROUNDINGS[rounding]
 
 
-def limit_of(name: str, results: Sequence[CheckResult], rounding: str | None) -> float:
+def limit_of(name: str, results: Sequence[ProbedCheck], rounding: str | None) -> float:
     """Return how far a check may be: rounding, or what the session itself shows, times a factor.
 
     Where two kernels compute one thing, the noise of one kernel in other shapes counts (batches,
@@ -188,7 +188,7 @@ def gross_of(limit: float) -> float:
     return min(_LARGEST_GROSS, max(_GROSS, 2.5 * limit))
 
 
-def affected(comparisons: Sequence[Comparison], limit: float) -> list[Comparison]:
+def affected(comparisons: Sequence[ProbedComparison], limit: float) -> list[ProbedComparison]:
     """Return the comparisons that rounding does not explain; none where they are too few to tell.
 
     Most prompts beyond the limit; several far beyond it; two and an eighth of all grossly apart; or
@@ -213,10 +213,10 @@ class Cause:
 
     cause: str
     remedy: str
-    level: Level = Level.DIFFERS
+    level: ProbeLevel = ProbeLevel.DIFFERS
 
 
-def judge(result: CheckResult, limit: float, cause: Cause, tight: float | None = None) -> None:
+def judge(result: ProbedCheck, limit: float, cause: Cause, tight: float | None = None) -> None:
     """Turn what a check gathered into a finding, where rounding does not explain it.
 
     `tight` is the limit of a server that quantises no activations: beyond it alone, it is a note.
@@ -227,17 +227,17 @@ def judge(result: CheckResult, limit: float, cause: Cause, tight: float | None =
         result.findings.insert(0, _finding(result, found, limit, cause))
     elif tight is not None and (found := affected(result.comparisons, tight)):
         words = "more than BF16 explains; FP8 activations would"
-        noted = Cause(f"{cause.cause}: {words}", _TIGHTER, Level.NOTE)
+        noted = Cause(f"{cause.cause}: {words}", _TIGHTER, ProbeLevel.NOTE)
         result.findings.append(_finding(result, found, tight, noted))
-    if any(finding.level is not Level.NOTE for finding in result.findings):
+    if any(finding.level is not ProbeLevel.NOTE for finding in result.findings):
         result.status = Status.DIFFERS
     elif result.findings and result.status is Status.AGREES:
         result.status = Status.NOTE
 
 
 def _finding(
-    result: CheckResult, found: Sequence[Comparison], limit: float, cause: Cause
-) -> Finding:
+    result: ProbedCheck, found: Sequence[ProbedComparison], limit: float, cause: Cause
+) -> ProbeFinding:
     worst = max(found, key=lambda comparison: comparison.size)
     whole = [comparison for comparison in result.comparisons if comparison.distances]
     parted = sum(comparison.parted is not None for comparison in found)
@@ -252,7 +252,7 @@ def _finding(
     if conditions:
         text += f". Seen {_listed(conditions)}"
         text += f", not {_listed(clean)}" if clean else ""
-    return Finding(
+    return ProbeFinding(
         result.name, cause.cause, f"{text}.", cause.level, cause.remedy, worst.body,
         worst.size, limit,
     )  # fmt: skip

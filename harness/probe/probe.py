@@ -15,9 +15,9 @@ from degarble.harness.probe.against import judge_against
 from degarble.harness.probe.client import LimitReached
 from degarble.harness.probe.judging import (
     Cause,
-    CheckResult,
-    Finding,
-    Level,
+    ProbedCheck,
+    ProbeFinding,
+    ProbeLevel,
     Status,
     judge,
     limit_of,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.probe.against import Against
     from degarble.harness.probe.client import Client
-    from degarble.harness.probe.server import Server
+    from degarble.harness.probe.server import ProbedServer
     from degarble.harness.probe.session import ProbeOptions
 
 
@@ -42,7 +42,7 @@ class Check:
     """A check: what it needs, and what it says where rounding does not explain a difference."""
 
     name: str
-    run: Callable[[Session], CheckResult]
+    run: Callable[[Session], ProbedCheck]
     needs: tuple[str, ...]
     cause: Cause
 
@@ -53,7 +53,7 @@ _REPEATS = Cause(
     "the same request gets other answers",
     "Look for state that is kept between requests: caches that are not cleared, buffers of CUDA "
     "graphs, races. Run once with --enforce-eager and without prefix caching.",
-    Level.UNSTABLE,
+    ProbeLevel.UNSTABLE,
 )
 CHECKS = (
     Check("repeats", routes.repeats, (), _REPEATS),
@@ -120,28 +120,28 @@ CHECKS = (
 class ProbeResult:
     """What a probe found."""
 
-    server: Server
+    server: ProbedServer
     options: ProbeOptions
-    checks: list[CheckResult] = field(default_factory=list)
+    checks: list[ProbedCheck] = field(default_factory=list)
     ended: str = ""  # why it ended early
     against: Against | None = None
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[ProbeFinding]:
         """Return all findings, those that decide first."""
         found = [finding for check in self.checks for finding in check.findings]
         if self.against is not None:
             found += self.against.findings
-        order = [Level.UNSTABLE, Level.DIFFERS, Level.NOTE]
+        order = [ProbeLevel.UNSTABLE, ProbeLevel.DIFFERS, ProbeLevel.NOTE]
         return sorted(found, key=lambda finding: order.index(finding.level))
 
     @property
     def verdict(self) -> Verdict:
         """Return the verdict: what was found, and whether enough was compared to say more."""
         levels = {finding.level for finding in self.findings}
-        if Level.DIFFERS in levels:
+        if ProbeLevel.DIFFERS in levels:
             return Verdict.DIFFERS
-        if Level.UNSTABLE in levels:
+        if ProbeLevel.UNSTABLE in levels:
             return Verdict.UNSTABLE
         cut = any(check.status is Status.CUT for check in self.checks)
         if self.ended or cut or not self.server.offers(_SCORES):
@@ -207,12 +207,12 @@ def _run(check: Check, session: Session, result: ProbeResult) -> None:
     missing = [feature for feature in check.needs if not server.offers(feature)]
     if missing:
         reason = f"needs {missing[0]}; {server.lacks[missing[0]]}"
-        skipped = CheckResult(check.name, _QUESTIONS[check.name], status=Status.SKIPPED)
+        skipped = ProbedCheck(check.name, _QUESTIONS[check.name], status=Status.SKIPPED)
         skipped.reason = reason
         result.checks.append(skipped)
         return
     before = server.client.traffic.requests
-    cut = CheckResult(check.name, _QUESTIONS[check.name], status=Status.CUT)
+    cut = ProbedCheck(check.name, _QUESTIONS[check.name], status=Status.CUT)
     result.checks.append(cut)
     try:
         made = check.run(session)
@@ -280,7 +280,9 @@ def _judge_texts(session: Session, result: ProbeResult) -> None:
                 f"{check.texts_apart} texts differ, {apart.get('repeats', 0)} of the repeats; "
                 f"McNemar's test gives p = {p:.2g}."
             )
-            check.findings.append(Finding(check.name, cause.cause, evidence, remedy=cause.remedy))
+            check.findings.append(
+                ProbeFinding(check.name, cause.cause, evidence, remedy=cause.remedy)
+            )
             check.status = Status.DIFFERS
 
 

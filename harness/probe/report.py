@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from degarble.harness.probe.judging import Level, Status
+from degarble.harness.probe.judging import ProbeLevel, Status
 from degarble.harness.probe.probe import rounding_alone
 from degarble.harness.probe.server import FEATURES
 from degarble.harness.report.blocks import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from degarble.harness.probe.judging import CheckResult, Finding
+    from degarble.harness.probe.judging import ProbedCheck, ProbeFinding
     from degarble.harness.probe.probe import ProbeResult
     from degarble.harness.report.page import Provenance
 
@@ -49,12 +49,14 @@ _TONES = {
 }  # fmt: skip
 _NOTES = 3  # of a check, on the terminal
 
+_AS_A_NOTE = "A note: it does not change the verdict."
+
 
 def sentence_of(result: ProbeResult) -> str:
     """Return the verdict in one sentence: what ran, and what was found first."""
     ran = [c for c in result.checks if c.status not in (Status.SKIPPED, Status.CUT)]
     left = [c.name for c in result.checks if c.status in (Status.SKIPPED, Status.CUT)]
-    counted = [f for f in result.findings if f.level is not Level.NOTE]
+    counted = [f for f in result.findings if f.level is not ProbeLevel.NOTE]
     extent = f"{len(ran)} checks over {result.compared:,} token distributions"
     if counted:
         more = f", and {len(counted) - 1} more" if len(counted) > 1 else ""
@@ -86,7 +88,7 @@ def _capital(text: str) -> str:
 
 def next_commands(result: ProbeResult, folder: Path | None) -> list[str]:
     """Return the commands that record the first finding inside the server, and judge it."""
-    found = next((f for f in result.findings if f.body and f.level is not Level.NOTE), None)
+    found = next((f for f in result.findings if f.body and f.level is not ProbeLevel.NOTE), None)
     if found is None:
         return []
     server = result.server
@@ -115,7 +117,7 @@ def next_commands(result: ProbeResult, folder: Path | None) -> list[str]:
 
 def write_requests(result: ProbeResult, folder: Path) -> list[Path]:
     """Write the request of each finding into a folder; return the files."""
-    bodies = [f.body for f in result.findings if f.body and f.level is not Level.NOTE]
+    bodies = [f.body for f in result.findings if f.body and f.level is not ProbeLevel.NOTE]
     made = []
     for place, body in enumerate(bodies, 1):
         file = folder / f"request-{place}.json"
@@ -161,7 +163,7 @@ def _plain(card: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in card.items() if k in kept and isinstance(v, str | int)}
 
 
-def _check_document(check: CheckResult) -> dict[str, Any]:
+def _check_document(check: ProbedCheck) -> dict[str, Any]:
     return {
         "name": check.name, "question": check.question, "status": check.status,
         "reason": check.reason, "requests": check.requests, "compared": len(check.comparisons),
@@ -178,7 +180,7 @@ def _check_document(check: CheckResult) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _finding_document(finding: Finding) -> dict[str, Any]:
+def _finding_document(finding: ProbeFinding) -> dict[str, Any]:
     return {
         "check": finding.check, "level": finding.level, "cause": finding.cause,
         "evidence": finding.evidence, "remedy": finding.remedy, "measured": finding.measured,
@@ -250,7 +252,7 @@ def _lines(result: ProbeResult, folder: Path | None, width: int) -> Iterator[Tex
         yield from (Text(visible(f"  {command}")) for command in commands)
 
 
-def _row(check: CheckResult) -> Text:
+def _row(check: ProbedCheck) -> Text:
     compared = check.positions or check.looked_at
     figures = [check.typical, check.limit if check.comparisons else None, check.divergence]
     cells = [number(value, 2) if value is not None else "–" for value in figures]
@@ -260,9 +262,9 @@ def _row(check: CheckResult) -> Text:
     )  # fmt: skip
 
 
-def _finding_lines(place: int, finding: Finding, width: int) -> Iterator[Text]:
+def _finding_lines(place: int, finding: ProbeFinding, width: int) -> Iterator[Text]:
     yield Text("")
-    style = "bold red" if finding.level is not Level.NOTE else "bold cyan"
+    style = "bold red" if finding.level is not ProbeLevel.NOTE else "bold cyan"
     yield Text.assemble(f"{place:<3}", (f"{finding.level:<9}", style), visible(finding.cause))
     for name, text in (("evidence", finding.evidence), ("remedy", finding.remedy)):
         lines = textwrap.wrap(visible(text), width - 14)
@@ -284,7 +286,7 @@ def probe_page(result: ProbeResult, provenance: Provenance, folder: Path | None)
             _capital(finding.cause), finding.remedy,
             Origin(None, finding.check, f"probe.{finding.check}", evidence=finding.evidence),
             reproduction="\n".join(reproduce) if finding is result.findings[0] else "",
-            note="A note: it does not change the verdict." if finding.level is Level.NOTE else "",
+            note=_AS_A_NOTE if finding.level is ProbeLevel.NOTE else "",
         )
         for finding in result.findings
     )  # fmt: skip

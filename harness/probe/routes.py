@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnusableServer
 from degarble.harness.probe.answers import slope
-from degarble.harness.probe.judging import CheckResult, Comparison, Finding, compare
+from degarble.harness.probe.judging import ProbedCheck, ProbedComparison, ProbeFinding, compare
 from degarble.harness.probe.server import Ask
 from degarble.harness.probe.session import add_answers
 
@@ -33,25 +33,25 @@ _DECODED, _AHEAD = 12, 4  # tokens that become part of a prompt, and that are co
 _EQUAL = 1e-9
 
 
-def repeats(session: Session) -> CheckResult:
+def repeats(session: Session) -> ProbedCheck:
     """Ask the same alone, again and again."""
-    result = CheckResult("repeats", "Does the same request, alone, get the same answer?")
+    result = ProbedCheck("repeats", "Does the same request, alone, get the same answer?")
     asks = session.asks()
     again = [session.server.complete(ask) for ask in asks]
     add_answers(session, result, asks, again, "at once")
     return result
 
 
-def repeat_at_end(session: Session, result: CheckResult) -> None:
+def repeat_at_end(session: Session, result: ProbedCheck) -> None:
     """Ask once more at the end, after all other requests."""
     asks = session.asks()
     again = [session.server.complete(ask) for ask in asks]
     add_answers(session, result, asks, again, "after all other requests")
 
 
-def batches(session: Session) -> CheckResult:
+def batches(session: Session) -> ProbedCheck:
     """Ask alone, and at the same time as others."""
-    result = CheckResult("batch", "Does an answer depend on what is computed with it?")
+    result = ProbedCheck("batch", "Does an answer depend on what is computed with it?")
     asks = session.asks()
     for size in BATCHES:
         members = asks[:size]
@@ -65,7 +65,7 @@ def batches(session: Session) -> CheckResult:
     return result
 
 
-def _name_exchanged(session: Session, result: CheckResult) -> None:
+def _name_exchanged(session: Session, result: ProbedCheck) -> None:
     """Say where an answer is not merely wrong, but another prompt's."""
     bodies = Counter(
         number
@@ -76,7 +76,7 @@ def _name_exchanged(session: Session, result: CheckResult) -> None:
         result.notes.append(f"{len(bodies)} answers are those of other prompts")
 
 
-def _whose(session: Session, comparison: Comparison) -> int | None:
+def _whose(session: Session, comparison: ProbedComparison) -> int | None:
     """Return the prompt whose answer came in place of this one's."""
     for body, answer in reversed(session.server.seen):
         if body == comparison.body and answer.positions:
@@ -88,9 +88,9 @@ def _whose(session: Session, comparison: Comparison) -> int | None:
     return None
 
 
-def prefill(session: Session) -> CheckResult:
+def prefill(session: Session) -> ProbedCheck:
     """Score the tokens of the first answers as prompts."""
-    result = CheckResult(
+    result = ProbedCheck(
         "prefill", "Does prefill give the log-probabilities that decoding gave?", unit="prompts"
     )
     slopes: list[float] = []
@@ -104,7 +104,7 @@ def prefill(session: Session) -> CheckResult:
     return result
 
 
-def _judge_slopes(result: CheckResult, slopes: list[float]) -> None:
+def _judge_slopes(result: ProbedCheck, slopes: list[float]) -> None:
     """Find log-probabilities that are scaled: rounding moves them to both sides."""
     if len(slopes) < 5:
         return
@@ -112,7 +112,7 @@ def _judge_slopes(result: CheckResult, slopes: list[float]) -> None:
     all_one_way = all((s > 1) == (typical > 1) and abs(s - 1) > 0.05 for s in slopes)
     if all_one_way and abs(typical - 1) > 0.1:
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "prefill", "log-probabilities of decoding and of prefill are at two temperatures",
                 f"Prefill's differences between tokens are {typical:.3g} times those of decoding, "
                 f"in all {len(slopes)} prompts ({min(slopes):.3g} to {max(slopes):.3g}).",
@@ -124,7 +124,7 @@ def _judge_slopes(result: CheckResult, slopes: list[float]) -> None:
 
 
 def _add_prefilled(
-    session: Session, result: CheckResult, prompt: Prompt, answer: Answer, place: tuple[int, str]
+    session: Session, result: ProbedCheck, prompt: Prompt, answer: Answer, place: tuple[int, str]
 ) -> None:
     number, condition = place
     try:
@@ -140,9 +140,9 @@ def _add_prefilled(
         result.comparisons.append(replace(found, condition=condition))
 
 
-def chunks(session: Session) -> CheckResult:
+def chunks(session: Session) -> ProbedCheck:
     """Decode over the borders at which prefill may cut a prompt, and prefill the same whole."""
-    result = CheckResult("chunks", "Does a prompt give the same whole and in pieces?")
+    result = ProbedCheck("chunks", "Does a prompt give the same whole and in pieces?")
     server = session.server
     result.unit = "prompts"
     lengths: list[tuple[Position, ...]] = []
@@ -166,9 +166,9 @@ def chunks(session: Session) -> CheckResult:
     return result
 
 
-def cached(session: Session) -> CheckResult:
+def cached(session: Session) -> ProbedCheck:
     """Ask for prompts whose beginning was computed before, and for others that look like them."""
-    result = CheckResult("cache", "Does a cached prefix give what a cold one gives?")
+    result = ProbedCheck("cache", "Does a cached prefix give what a cold one gives?")
     server = session.server
     for number, (cold, ask) in enumerate(zip(session.cold, session.asks(), strict=True)):
         warm = session.base[number].positions
@@ -190,7 +190,7 @@ def cached(session: Session) -> CheckResult:
 
 
 def _ask_cached(
-    session: Session, result: CheckResult, asked: tuple[int, Prompt], cold: Answer,
+    session: Session, result: ProbedCheck, asked: tuple[int, Prompt], cold: Answer,
     condition: str = "after its beginning",
 ) -> None:  # fmt: skip
     number, prompt = asked
@@ -220,7 +220,7 @@ def _similar(session: Session, prompt: Prompt, number: int) -> list[tuple[str, P
 
 
 def _ask_similar(
-    session: Session, result: CheckResult, asked: tuple[int, Prompt, str], cold: Answer
+    session: Session, result: ProbedCheck, asked: tuple[int, Prompt, str], cold: Answer
 ) -> None:
     """Ask a prompt that differs in one token; the other one's numbers are a stale cache's."""
     number, prompt, where = asked
@@ -235,7 +235,7 @@ def _ask_similar(
     result.looked_at += 1
     if made.distances and made.parted is None and made.size < _EQUAL:
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "cache", "a prompt gets the numbers of another prompt",
                 f"Two prompts of which the {where} token differs have equal log-probabilities in "
                 f"all {len(made.distances)} new tokens, to the last digit.",
@@ -246,9 +246,9 @@ def _ask_similar(
         )  # fmt: skip
 
 
-def long_context(session: Session) -> CheckResult:
+def long_context(session: Session) -> ProbedCheck:
     """Exchange a quarter of a long prompt: every quarter has to matter."""
-    result = CheckResult("long", "Does a long prompt count from its first token to its last?")
+    result = ProbedCheck("long", "Does a long prompt count from its first token to its last?")
     longest = session.most_tokens - _AHEAD
     for length in sorted({min(512, longest), longest}):
         ids, other = session.cut(length), session.cut(session.most_tokens - _AHEAD, first=1)
@@ -278,7 +278,7 @@ def _word_quarters(whole: str, other: str) -> list[Prompt]:
 
 
 def _ask_quarters(
-    session: Session, result: CheckResult, whole: Prompt, variants: list[Prompt]
+    session: Session, result: ProbedCheck, whole: Prompt, variants: list[Prompt]
 ) -> None:
     server = session.server
     # Three times, because a cold and a cached prompt may differ in rounding.
@@ -299,7 +299,7 @@ def _ask_quarters(
     if 0 < len(silent) < 4 and 3 not in silent and known[0].positions:
         named = " and ".join(("first", "second", "third")[n] for n in silent)
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "long", f"the {named} quarter of a long prompt has no influence",
                 f"In a prompt of {length} tokens its words were exchanged, and every "
                 f"log-probability stayed equal to the last digit; the last quarter moves them by "
@@ -330,9 +330,9 @@ def _stays_silent(session: Session, whole: Prompt, variant: Prompt) -> bool:
     return True
 
 
-def streamed(session: Session) -> CheckResult:
+def streamed(session: Session) -> ProbedCheck:
     """Ask for the same as a stream."""
-    result = CheckResult("stream", "Is a streamed answer the one that comes whole?")
+    result = ProbedCheck("stream", "Is a streamed answer the one that comes whole?")
     server = session.server
     parted = []
     for number, ask in enumerate(session.asks()[:4]):
@@ -354,7 +354,7 @@ def streamed(session: Session) -> CheckResult:
     if len(parted) >= 2:
         whole, pieces, made = parted[0]
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "stream", "a streamed text is not the text that comes whole",
                 f"{len(parted)} of {result.looked_at} texts differ, though their tokens are the "
                 f"same; {whole[:60]!r} was streamed as {pieces[:60]!r}.",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import UnusableServer
 from degarble.harness.probe.answers import slope
-from degarble.harness.probe.judging import CheckResult, Finding, Level, compare
+from degarble.harness.probe.judging import ProbedCheck, ProbeFinding, ProbeLevel, compare
 from degarble.harness.probe.paired_tests import binomial_tail
 from degarble.harness.probe.server import Ask
 
@@ -41,12 +41,12 @@ def _greedy(body: dict[str, Any]) -> bool:
     return body.get("temperature") == 0
 
 
-def numbers(session: Session, tie: float) -> CheckResult:
+def numbers(session: Session, tie: float) -> ProbedCheck:
     """Look at every answer so far: its log-probabilities, and whether they are of its tokens.
 
     `tie` is how far two tokens may be apart and still be exchanged by rounding.
     """
-    result = CheckResult("numbers", "Are the log-probabilities those of the tokens that came?")
+    result = ProbedCheck("numbers", "Are the log-probabilities those of the tokens that came?")
     wrong: dict[str, list[str]] = {}
     refused: list[tuple[dict[str, Any], str]] = []
     for body, answer in session.server.seen:
@@ -61,10 +61,10 @@ def numbers(session: Session, tie: float) -> CheckResult:
     for cause, seen in wrong.items():
         if len(seen) >= 2:
             evidence = f"{len(seen)} of {result.looked_at:,} tokens; the first: {seen[0]}."
-            result.findings.append(Finding("numbers", cause, evidence))
+            result.findings.append(ProbeFinding("numbers", cause, evidence))
     if len(refused) >= 2:
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "numbers", "temperature 0 does not take the likeliest token",
                 f"{len(refused)} tokens of greedy answers, by their own log-probabilities; the "
                 f"first: {refused[0][1]}.",
@@ -109,7 +109,7 @@ def _not_likeliest(answer: Answer, tie: float) -> list[str]:
     return made
 
 
-def _look_for_ends(session: Session, result: CheckResult) -> None:
+def _look_for_ends(session: Session, result: ProbedCheck) -> None:
     """Find answers that go on after a token that ends a text."""
     passed = [
         (body, position.token)
@@ -120,7 +120,7 @@ def _look_for_ends(session: Session, result: CheckResult) -> None:
     ]
     if len(passed) >= 2:
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "numbers", "a text goes on after its end token",
                 f"{len(passed)} times; the first was {passed[0][1]!r}.",
                 remedy="Look at eos_token_id in config.json and generation_config.json, and at "
@@ -134,9 +134,9 @@ def _look_for_ends(session: Session, result: CheckResult) -> None:
 # Sampling
 
 
-def sampling(session: Session) -> CheckResult:
+def sampling(session: Session) -> ProbedCheck:
     """Draw at temperature 1: by the stated probabilities, and by the seed."""
-    result = CheckResult("sampling", "Does sampling follow temperature, seed and probabilities?")
+    result = ProbedCheck("sampling", "Does sampling follow temperature, seed and probabilities?")
     if session.server.offers("seed"):
         _ask_seeds(session, result)
     else:
@@ -148,7 +148,7 @@ def sampling(session: Session) -> CheckResult:
     return result
 
 
-def _ask_seeds(session: Session, result: CheckResult) -> None:
+def _ask_seeds(session: Session, result: ProbedCheck) -> None:
     """Ask with the same seed twice, and with another one."""
     other_text, kept, parted = [], 0, 0
     for number, ask in enumerate(session.asks()):
@@ -168,7 +168,7 @@ def _ask_seeds(session: Session, result: CheckResult) -> None:
     chance = binomial_tail(parted, kept + parted, _MOVED)
     if parted >= 3 and chance < _RARE:
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "sampling", "the same seed gives other texts",
                 f"{parted} of {result.looked_at} prompts were continued in two ways with the same "
                 f"seed, alone, after {kept} equal tokens in all.",
@@ -178,7 +178,7 @@ def _ask_seeds(session: Session, result: CheckResult) -> None:
     chance = math.prod(p for _, p in other_text)
     if not any(differs for differs, _ in other_text) and chance < _IMPROBABLE:
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "sampling", "temperature 1 draws nothing",
                 f"{len(other_text)} prompts were continued alike with two seeds; the chance of "
                 f"that is {chance:.1e} by the stated probabilities.",
@@ -194,7 +194,7 @@ def _chance_of_equal(answer: Answer) -> float:
     return math.exp(min(0.0, math.fsum(made)))
 
 
-def _ask_draws(session: Session, result: CheckResult) -> None:
+def _ask_draws(session: Session, result: ProbedCheck) -> None:
     """Draw first tokens, and hold their number against the stated probability."""
     candidates = [
         (abs(math.exp(max(base.positions[0].top.values())) - 0.5), number)
@@ -220,7 +220,7 @@ def _ask_draws(session: Session, result: CheckResult) -> None:
     chance = min(binomial_tail(hits, total, share), binomial_tail(total - hits, total, 1.0 - share))
     if chance < _IMPROBABLE:
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "sampling", "draws do not follow the stated probabilities",
                 f"{position.likeliest!r} has a probability of {share:.3g}, and came {hits} times "
                 f"in {total} draws at temperature 1; the chance of that is {chance:.1e}.",
@@ -231,7 +231,7 @@ def _ask_draws(session: Session, result: CheckResult) -> None:
         )  # fmt: skip
 
 
-def _ask_temperature(session: Session, result: CheckResult) -> None:
+def _ask_temperature(session: Session, result: ProbedCheck) -> None:
     """Say where log-probabilities are those after temperature: a convention, and not a fault."""
     slopes = []
     for number, ask in enumerate(session.asks(1)[:3]):
@@ -243,10 +243,10 @@ def _ask_temperature(session: Session, result: CheckResult) -> None:
     known = [found for found in slopes if found is not None]
     if known and abs(median(known) - 2.0) < 0.1:
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "sampling", "log-probabilities are those after temperature",
                 "At temperature 0.5 their differences are twice those at temperature 0.",
-                Level.NOTE,
+                ProbeLevel.NOTE,
                 "Compare only answers of temperature 1 or 0 with another server. OpenAI's are the "
                 "model's own: vLLM --logprobs-mode raw_logprobs.",
             )
@@ -257,9 +257,9 @@ def _ask_temperature(session: Session, result: CheckResult) -> None:
 # Stops and counts
 
 
-def stops(session: Session) -> CheckResult:
+def stops(session: Session) -> ProbedCheck:
     """Ask for a stop in the middle of a known answer."""
-    result = CheckResult("stops", "Do stops and limits end a text where they should?")
+    result = ProbedCheck("stops", "Do stops and limits end a text where they should?")
     wrong = []
     for number, ask in enumerate(session.asks()):
         base = session.base[number]
@@ -282,12 +282,12 @@ def stops(session: Session) -> CheckResult:
     if len(wrong) >= 2:
         evidence = f"{len(wrong)} of {result.looked_at} stops were not kept: {wrong[0][0]}."
         result.findings.append(
-            Finding("stops", "a text does not end at its stop", evidence, body=wrong[0][1])
+            ProbeFinding("stops", "a text does not end at its stop", evidence, body=wrong[0][1])
         )
     if len(long) >= 2:
         most, count = long[0][0]["max_tokens"], len(long[0][1].positions)
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "stops", "an answer is longer than max_tokens",
                 f"{len(long)} answers; the first has {count} tokens, {most} were allowed.",
                 body=long[0][0],
@@ -306,14 +306,16 @@ def _stop_in(base: Answer) -> str | None:
     return None
 
 
-def usage(session: Session) -> CheckResult:
+def usage(session: Session) -> ProbedCheck:
     """Hold the stated counts against what was sent and came back."""
-    result = CheckResult("usage", "Are the counts of tokens right?")
+    result = ProbedCheck("usage", "Are the counts of tokens right?")
     notes = session.server.usage_notes
     result.looked_at = len(session.server.seen)
     if len(notes) >= 2:
         evidence = f"{len(notes)} of {result.looked_at} answers; the first: {notes[0]}."
-        result.findings.append(Finding("usage", "the stated counts of tokens are wrong", evidence))
+        result.findings.append(
+            ProbeFinding("usage", "the stated counts of tokens are wrong", evidence)
+        )
     return result
 
 
@@ -321,9 +323,9 @@ def usage(session: Session) -> CheckResult:
 # Chats
 
 
-def chats(session: Session) -> CheckResult:
+def chats(session: Session) -> ProbedCheck:
     """Change one message at a time: each must matter; and hold the template against its own ids."""
-    result = CheckResult("chat", "Does a chat read every message, by its own template?")
+    result = ProbedCheck("chat", "Does a chat read every message, by its own template?")
     texts = session.options.texts
     one, two, three = (texts[n % len(texts)] for n in range(3))
     talk = [_said("user", one), _said("assistant", two), _said("user", three)]
@@ -346,7 +348,7 @@ def chats(session: Session) -> CheckResult:
         made = compare(answers[0].positions, answers[1].positions, 0)
         if made.distances and made.parted is None and made.size < _EQUAL:
             result.findings.append(
-                Finding(
+                ProbeFinding(
                     "chat", f"{name} does not reach the model",
                     f"Two conversations that differ in {name} alone have equal log-probabilities "
                     f"in all {len(made.distances)} tokens.",
@@ -363,7 +365,7 @@ def _said(role: str, text: str) -> dict[str, Any]:
 
 
 def _ask_templates(
-    session: Session, result: CheckResult, conversations: Sequence[list[dict[str, Any]]]
+    session: Session, result: ProbedCheck, conversations: Sequence[list[dict[str, Any]]]
 ) -> None:
     """Ask for a conversation as a chat, and as the ids that the server's own tokenizer makes."""
     server = session.server
@@ -389,7 +391,7 @@ def _ask_templates(
     if len(counts) == len(conversations):
         made_ids, used, body = counts[0]
         result.findings.append(
-            Finding(
+            ProbeFinding(
                 "chat", "a chat has other tokens than the server's own template",
                 f"/tokenize makes {made_ids} ids of a conversation, of which the chat says that it "
                 f"read {used}; so in {len(counts)} of {len(counts)} conversations.",

@@ -52,7 +52,7 @@ class Ask:
 
 
 @dataclass
-class Server:
+class ProbedServer:
     """A server as the checks use it."""
 
     client: Client
@@ -213,9 +213,9 @@ class Server:
 # Find out what is offered.
 
 
-def explore(client: Client, model: str | None, texts: Sequence[str]) -> Server:
+def explore(client: Client, model: str | None, texts: Sequence[str]) -> ProbedServer:
     """Try each feature once; raise where nothing can be asked."""
-    server = Server(client)
+    server = ProbedServer(client)
     _find_model(server, model)
     text = _find_completions(server, texts)
     _find_chat(server, text)
@@ -240,7 +240,7 @@ def explore(client: Client, model: str | None, texts: Sequence[str]) -> Server:
     return server
 
 
-def _find_model(server: Server, model: str | None) -> None:
+def _find_model(server: ProbedServer, model: str | None) -> None:
     reply = server.client.ask(MODELS)
     if reply.status in (401, 403):
         raise UnusableServer(
@@ -261,7 +261,7 @@ def _find_model(server: Server, model: str | None) -> None:
     server.card = next((card for card in known if card.get("id") == server.model), {})
 
 
-def _find_completions(server: Server, texts: Sequence[str]) -> str:
+def _find_completions(server: ProbedServer, texts: Sequence[str]) -> str:
     """Find how completions show log-probabilities; return a text that the model continues."""
     text = texts[0]
     for text in texts[:_TEXTS]:
@@ -277,7 +277,7 @@ def _find_completions(server: Server, texts: Sequence[str]) -> str:
     return text
 
 
-def _find_scores(server: Server, text: str) -> None:
+def _find_scores(server: ProbedServer, text: str) -> None:
     """Find how many likeliest tokens a completion shows, and whether tokens come as ids."""
     plain = Ask(text, 1)
     for top in _TOPS:
@@ -299,7 +299,7 @@ def _find_scores(server: Server, text: str) -> None:
         server.ids = bool(positions) and positions[0].number is not None
 
 
-def _find_tokenizer(server: Server, text: str) -> None:
+def _find_tokenizer(server: ProbedServer, text: str) -> None:
     try:
         ids = server.tokenize(text)
     except UnusableServer as error:
@@ -313,7 +313,7 @@ def _find_tokenizer(server: Server, text: str) -> None:
         server.ids = False
 
 
-def _find_prompt_scores(server: Server, text: str, texts: Sequence[str]) -> None:
+def _find_prompt_scores(server: ProbedServer, text: str, texts: Sequence[str]) -> None:
     wanted = "prompt log-probabilities"
     if not server.offers("log-probabilities"):
         server.lacks[wanted] = server.lacks["log-probabilities"]
@@ -339,7 +339,7 @@ def _find_prompt_scores(server: Server, text: str, texts: Sequence[str]) -> None
         _find_joint(server, texts)
 
 
-def _find_joint(server: Server, texts: Sequence[str]) -> bool:
+def _find_joint(server: ProbedServer, texts: Sequence[str]) -> bool:
     """Find what to write between a prompt and its answer, so that both keep their tokens."""
     answers = [(text, server.complete(Ask(text, 2))) for text in texts[:_TEXTS]]
     answers = [(text, answer) for text, answer in answers if answer.positions]
@@ -350,7 +350,7 @@ def _find_joint(server: Server, texts: Sequence[str]) -> bool:
     return False
 
 
-def _keeps_tokens(server: Server, text: str, answer: Answer) -> bool:
+def _keeps_tokens(server: ProbedServer, text: str, answer: Answer) -> bool:
     """Return whether a prompt and its answer, written as one text, are the same tokens."""
     longer = server.continued(text, answer, len(answer.positions))
     if longer is None:
@@ -366,7 +366,7 @@ def _keeps_tokens(server: Server, text: str, answer: Answer) -> bool:
     return all(map(same_token, (p.token for p in found), (p.token for p in answer.positions)))
 
 
-def _find_chat(server: Server, text: str) -> None:
+def _find_chat(server: ProbedServer, text: str) -> None:
     hello = [{"role": "user", "content": text}]
     body: dict[str, Any] = {"model": server.model, "messages": hello, "max_tokens": 1}
     reply = server.client.ask(CHAT, body | {"temperature": 0})
@@ -385,7 +385,7 @@ def _find_chat(server: Server, text: str) -> None:
     )
 
 
-def _find_fields(server: Server, text: str) -> None:
+def _find_fields(server: ProbedServer, text: str) -> None:
     tries = {"several choices": {"n": 2, "temperature": 1}, "seed": {"seed": 7, "temperature": 1}}
     for feature, fields in tries.items():
         reply = _tried(server, Ask(text, 1, fields))
@@ -398,6 +398,6 @@ def _find_fields(server: Server, text: str) -> None:
         server.lacks["stream"] = reply.reason if reply.status != 200 else "no events came back"
 
 
-def _tried(server: Server, ask: Ask) -> Reply:
+def _tried(server: ProbedServer, ask: Ask) -> Reply:
     call = server.call(ask)
     return server.client.ask(call.path, call.body)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from degarble.harness.probe.answers import Answer, Position
-    from degarble.harness.probe.judging import CheckResult, Comparison
-    from degarble.harness.probe.server import Prompt, Server
+    from degarble.harness.probe.judging import ProbedCheck, ProbedComparison
+    from degarble.harness.probe.server import ProbedServer, Prompt
 
 PROMPTS = 8  # that each check asks
 NEW_TOKENS = 8
@@ -37,7 +37,7 @@ class ProbeOptions:
 class Session:
     """A server that is probed, with what was gathered so far."""
 
-    server: Server
+    server: ProbedServer
     options: ProbeOptions
     cold: list[Answer] = field(default_factory=list)  # the very first answers
     base: list[Answer] = field(default_factory=list)  # the same again: what a cache gives
@@ -110,7 +110,7 @@ class Session:
         other = texts[(number + 3) % len(texts)].split()
         return f"{' '.join(other[: max(3, len(other) // 2)])} {text}"
 
-    def prefilled(self, prompt: Prompt, answer: Answer, number: int) -> Comparison | None:
+    def prefilled(self, prompt: Prompt, answer: Answer, number: int) -> ProbedComparison | None:
         """Compare an answer's tokens as they were decoded with the same tokens as a prompt."""
         count = len(answer.positions)
         longer = self.server.continued(prompt, answer, count) if count else None
@@ -132,7 +132,7 @@ class Session:
 
 def add_answers(
     session: Session,
-    result: CheckResult,
+    result: ProbedCheck,
     asks: Sequence[Ask],
     answers: Sequence[Answer | UnusableServer],
     how: str,

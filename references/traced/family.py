@@ -37,7 +37,7 @@ from degarble.references.linears import (
     weight_values,
     with_powers_of_two,
 )
-from degarble.references.numerics import BlockScales, DecodedOperands, InputQuantisation, cast
+from degarble.references.numerics import BlockScaleUse, DecodedOperands, InputQuantisation, cast
 from degarble.references.traced.attention import MASK, admitted_keys
 from degarble.references.traced.definitions import (
     EachOperation,
@@ -437,11 +437,11 @@ class TracedFacts(ModelFacts):
         if self.numerics.switches.quantised_inputs is InputQuantisation.NONE:
             return None
         form = super().activation(weight)
-        rounds = self.block_scales is not BlockScales.STATED and form == FP8_1X128_F32.name
+        rounds = self.block_scales is not BlockScaleUse.STATED and form == FP8_1X128_F32.name
         return FP8_1X128_UE8M0.name if rounds else form
 
     @property
-    def block_scales(self) -> BlockScales:
+    def block_scales(self) -> BlockScaleUse:
         """Return how a run treats the scales of FP8 blocks."""
         switches = self.numerics.switches
         experts = self.traced.kind is BoundaryKind.EXPERTS
@@ -727,7 +727,7 @@ class TracedModel(BoundModel):
 
     def _take(self, component: Component, facts: TracedFacts, weights: tuple[str, ...]) -> None:
         local = {local_name(weight, component.block): weight for weight in weights}
-        again = with_powers_of_two if facts.block_scales is BlockScales.BOTH else None
+        again = with_powers_of_two if facts.block_scales is BlockScaleUse.BOTH else None
         self._fetched[component.name] = FetchedWeights(self, local, again)
         self._bound_to[component.name] = component, facts
         self._inputs[component.name] = frozenset(each.name for each in component.inputs)

@@ -11,9 +11,9 @@ from degarble.harness.probe.answers import AnswerReader, Position, distance, div
 from degarble.harness.probe.client import Reply
 from degarble.harness.probe.judging import (
     Cause,
-    CheckResult,
-    Comparison,
-    Level,
+    ProbedCheck,
+    ProbedComparison,
+    ProbeLevel,
     affected,
     compare,
     judge,
@@ -27,8 +27,8 @@ def position(token: str, **shares: float) -> Position:
     return Position(token, top.get(token), top)
 
 
-def sized(prompt: int, *distances: float) -> Comparison:
-    return Comparison(prompt, distances, tuple(d * d / 2 for d in distances))
+def sized(prompt: int, *distances: float) -> ProbedComparison:
+    return ProbedComparison(prompt, distances, tuple(d * d / 2 for d in distances))
 
 
 def test_distance_and_divergence() -> None:
@@ -71,13 +71,13 @@ def test_tokens_that_part_end_a_comparison() -> None:
     ],
     ids=["rounding", "all", "one-near-tie", "one-prompt-throughout", "two-grossly", "some-far"],
 )  # fmt: skip
-def test_what_rounding_does_not_explain(comparisons: list[Comparison], found: int) -> None:
+def test_what_rounding_does_not_explain(comparisons: list[ProbedComparison], found: int) -> None:
     assert len(affected(comparisons, 3 * rounding_distance("bf16"))) == found
 
 
-def results(**sizes: float) -> list[CheckResult]:
+def results(**sizes: float) -> list[ProbedCheck]:
     return [
-        CheckResult(name, "", [sized(n, *[size] * 8) for n in range(8)])
+        ProbedCheck(name, "", [sized(n, *[size] * 8) for n in range(8)])
         for name, size in sizes.items()
     ]
 
@@ -98,13 +98,13 @@ def test_a_noisy_server_is_allowed_its_noise_up_to_a_bound() -> None:
 
 def test_fp8_is_allowed_for_as_a_note_unless_the_user_says() -> None:
     cause = Cause("apart", "look")
-    for tight, level in ((0.07, Level.NOTE), (None, None)):
+    for tight, level in ((0.07, ProbeLevel.NOTE), (None, None)):
         (result,) = results(prefill=0.2)
         judge(result, 0.47, cause, tight)
         assert [f.level for f in result.findings] == ([level] if level else [])
     (result,) = results(prefill=0.2)
     judge(result, 0.07, cause)
-    assert [f.level for f in result.findings] == [Level.DIFFERS]
+    assert [f.level for f in result.findings] == [ProbeLevel.DIFFERS]
     assert "8 of 8" in result.findings[0].evidence
 
 

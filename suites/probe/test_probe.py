@@ -14,7 +14,7 @@ from degarble.harness.probe.client import Client, RequestLimits
 from degarble.harness.probe.probe import ProbeResult, probe
 from degarble.harness.probe.session import ProbeOptions
 from degarble.harness.report.verdict import Verdict
-from degarble.suites.campaigns.probed_servers import healthy, session
+from degarble.suites.campaigns.servers.probed_servers import healthy, session
 from degarble.suites.commands.calls import call
 from degarble.suites.probe.faults import FAULTS, ServerFault
 from degarble.suites.probe.small_model import SmallConfig

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from degarble.harness.capture.capture import Watch
     from degarble.harness.engine.diagnose.diagnose import Diagnosed
     from degarble.harness.engine.diagnose.representatives import Representatives
-    from degarble.harness.engine.localise.answers import Elsewhere, JudgingTask
+    from degarble.harness.engine.localise.answers import JudgedElsewhere, JudgingTask
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.judged_run import Looked
     from degarble.harness.engine.localise.recorded_run import RecordedRun
@@ -346,7 +346,7 @@ class CheckRun:
         look: Looked | None = None,
         report: Callable[[str], None] = lambda _step: None,
         cases: Path | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: JudgedElsewhere | None = None,
     ) -> CheckResult:
         """Localise, diagnose, attribute; reproducers are written into the folder `cases`."""
         during = During(report, look, elsewhere, screen=self.settings.screen)

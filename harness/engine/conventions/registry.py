@@ -33,7 +33,7 @@ from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, E4M3, FP8_1X128_F32
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.references.numerics import (
-    BlockScales,
+    BlockScaleUse,
     CodeSums,
     DecodedOperands,
     HeadNorm,
@@ -216,9 +216,9 @@ _ROUNDINGS = (
         "block_scales",
         "scales of FP8 blocks in linears",
         {
-            BlockScales.STATED: "as the checkpoint has them",
-            BlockScales.INPUTS: "rounded up to powers of two for inputs",
-            BlockScales.BOTH: (
+            BlockScaleUse.STATED: "as the checkpoint has them",
+            BlockScaleUse.INPUTS: "rounded up to powers of two for inputs",
+            BlockScaleUse.BOTH: (
                 "rounded up to powers of two, and weights quantised again, as DeepGEMM asks for"
             ),
         },
@@ -230,9 +230,9 @@ _ROUNDINGS = (
         "expert_block_scales",
         "scales of FP8 blocks in routed experts",
         {
-            BlockScales.STATED: "as the checkpoint has them",
-            BlockScales.INPUTS: "rounded up to powers of two for inputs",
-            BlockScales.BOTH: (
+            BlockScaleUse.STATED: "as the checkpoint has them",
+            BlockScaleUse.INPUTS: "rounded up to powers of two for inputs",
+            BlockScaleUse.BOTH: (
                 "rounded up to powers of two, and weights quantised again, as DeepGEMM asks for"
             ),
         },

@@ -147,7 +147,7 @@ class TaskAnswer:
     components: tuple[ComponentAnswer, ...]
 
 
-class Elsewhere(Protocol):
+class JudgedElsewhere(Protocol):
     """Where components are judged, other than by whoever asks; a context for as long as it is."""
 
     def __enter__(self) -> object: ...

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.engine.conventions.registry import ConventionUsed
-    from degarble.harness.engine.localise.answers import Elsewhere
+    from degarble.harness.engine.localise.answers import JudgedElsewhere
     from degarble.harness.engine.localise.input_reconstruction import Edge
     from degarble.harness.engine.localise.judged_run import Looked
     from degarble.harness.engine.localise.recorded_run import RecordedRun
@@ -128,7 +128,7 @@ class During:
 
     report: Callable[[str], None] = lambda _component: None
     looked: Looked | None = None
-    elsewhere: Elsewhere | None = None
+    elsewhere: JudgedElsewhere | None = None
     screen: bool = False
 
 

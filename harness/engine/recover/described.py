@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.diagnose.trial import VariantFit
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
-    from degarble.harness.engine.recover.differences import Rule
+    from degarble.harness.engine.recover.differences import RecoveredRule
     from degarble.harness.engine.recover.weights import RecoveredRow
 
 SHOWN = 8  # rows of a table, weights of a sentence
@@ -440,12 +440,12 @@ def mapped(
     return {**outputs, output: of(as_matrix(right)).reshape(right.shape).to(right.dtype)}
 
 
-def _ruled_output(output: str, wide: int, rule: Rule) -> FaultVariant:
+def _ruled_output(output: str, wide: int, rule: RecoveredRule) -> FaultVariant:
     change = with_outputs(partial(mapped, output, partial(in_rows, rule.apply, wide)))
     return FaultVariant(rule.words, change)
 
 
-def _by_extents(sides: Sides, like: Tensor) -> Iterator[tuple[int, Rule]]:
+def _by_extents(sides: Sides, like: Tensor) -> Iterator[tuple[int, RecoveredRule]]:
     """Yield rules for rows of the last extent, then for rows of all but the first."""
     for wide in dict.fromkeys((like.shape[-1], like[0].numel())):
         seen, right, allowed = (
@@ -468,10 +468,10 @@ def in_rows(of: Callable[[Tensor], Tensor], wide: int, right: Tensor) -> Tensor:
 def _proved(
     context: ComponentContext,
     calls: Sequence[CallRecord],
-    rule: Rule,
-    made: Callable[[Rule], FaultVariant],
+    rule: RecoveredRule,
+    made: Callable[[RecoveredRule], FaultVariant],
     nearly: float = NEARLY,
-) -> tuple[Rule, FaultVariant, VariantFit] | None:
+) -> tuple[RecoveredRule, FaultVariant, VariantFit] | None:
     """Prove a rule; if it has a number, with the one that leaves least as well."""
     variant = made(rule)
     fit = _predicts(context, calls, variant)
@@ -485,10 +485,10 @@ def _proved(
 def _refined(
     context: ComponentContext,
     record: CallRecord,
-    rule: Rule,
-    made: Callable[[Rule], FaultVariant],
+    rule: RecoveredRule,
+    made: Callable[[RecoveredRule], FaultVariant],
     nearly: float = NEARLY,
-) -> Rule:
+) -> RecoveredRule:
     """Return a rule with the number that leaves least of the difference."""
     again, seen = rule.again, record.outputs
     assert again is not None, "it has a number"
@@ -605,7 +605,7 @@ def _by_whole_numbers(context: ComponentContext, calls: Sequence[CallRecord]) ->
 _READING = "Look at how the kernel reads this input: offsets, tiles, casts, what was fused into it."
 
 
-def _ruled_input(name: str, wide: int, rule: Rule) -> FaultVariant:
+def _ruled_input(name: str, wide: int, rule: RecoveredRule) -> FaultVariant:
     change = with_inputs(partial(input_by, name, partial(in_rows, rule.apply, wide)))
     return FaultVariant(f"in the input {name}, {rule.words}", change)
 
@@ -657,7 +657,9 @@ def _recovered_weights(
                 yield name, "numbers", vector
 
 
-def _ruled_weight(context: ComponentContext, name: str, part: str, rule: Rule) -> FaultVariant:
+def _ruled_weight(
+    context: ComponentContext, name: str, part: str, rule: RecoveredRule
+) -> FaultVariant:
     what = f"the {part} of " if part != "numbers" else ""
     words = f"in {what}{full_name(context, name)}, {rule.words}"
     return FaultVariant(words, with_weights(partial(weight_by, name, part, rule.apply)))

@@ -40,14 +40,14 @@ _TINY = 1e-300
 _ROLLS = (1, -1, 2, -2)  # rows
 
 
-class Rule(NamedTuple):
+class RecoveredRule(NamedTuple):
     """What was done to a matrix, in words, and as a function of the right one [R, C]."""
 
     words: str
     apply: Function
     table: tuple[str, ...] = ()
     value: float = 0.0  # a number that was fitted, if `again` makes the rule with another one
-    again: Callable[[float], Rule] | None = None
+    again: Callable[[float], RecoveredRule] | None = None
 
 
 @operation
@@ -68,16 +68,16 @@ class _Change(NamedTuple):
     value: float = 0.0  # a number that was fitted, if `again` makes the change with another one
     again: Callable[[float], _Change] | None = None
 
-    def rule(self, rows: Lines, columns: Lines) -> Rule:
+    def rule(self, rows: Lines, columns: Lines) -> RecoveredRule:
         """Return the change in a part of rows and columns."""
         again, make = None, self.again
         if make is not None:
             again = lambda value: make(value).rule(rows, columns)  # noqa: E731
         apply = partial(_applied, self.apply, rows, columns)
-        return Rule(_words(self, rows, columns), apply, self.table, self.value, again)
+        return RecoveredRule(_words(self, rows, columns), apply, self.table, self.value, again)
 
 
-def rules_of(sides: Sides, *, rows: bool = False) -> Iterator[Rule]:
+def rules_of(sides: Sides, *, rows: bool = False) -> Iterator[RecoveredRule]:
     """Yield the rules that give everything seen; `rows` of a weight may be a part, or move.
 
     Rows of tokens may be every so many of a call only. Rows of which nothing is known end no part.
@@ -254,7 +254,7 @@ def bits_turned(bits: int, right: Tensor) -> Tensor:
     return (right.long() ^ bits).to(right.dtype)
 
 
-def rows_rolled(sides: Sides) -> Iterator[Rule]:
+def rows_rolled(sides: Sides) -> Iterator[RecoveredRule]:
     """Yield rows of a call that hold the numbers of others, a few rows away."""
     for by in _ROLLS:
         if len(sides.seen) > abs(by) + 1:
@@ -264,7 +264,7 @@ def rows_rolled(sides: Sides) -> Iterator[Rule]:
                 side = "before" if by > 0 else "after"
                 where = f"the row {far}{side} it, around the end"
                 words = f"each row of a call holds the numbers of {where}"
-                yield Rule(words, partial(torch.roll, shifts=by, dims=0))
+                yield RecoveredRule(words, partial(torch.roll, shifts=by, dims=0))
 
 
 def _exchanged(seen: Tensor, right: Tensor) -> Iterator[_Change]:

@@ -25,7 +25,7 @@ from degarble.harness.engine.faults.model_faults import (
     with_weights,
 )
 from degarble.harness.engine.faults.regions import full_name
-from degarble.harness.engine.recover.differences import Rule, rules_of
+from degarble.harness.engine.recover.differences import RecoveredRule, rules_of
 from degarble.harness.engine.recover.maps import Sides
 from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.weight import Weight
@@ -50,8 +50,8 @@ _TINY = 1e-300
 class VectorRule:
     """What was done to a weight by a rule, the variant that it makes, and the weight's name."""
 
-    rule: Rule
-    made: Callable[[Rule], FaultVariant]
+    rule: RecoveredRule
+    made: Callable[[RecoveredRule], FaultVariant]
     name: str
 
 
@@ -156,7 +156,7 @@ def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def _variant(context: ComponentContext, name: str, rule: Rule) -> FaultVariant:
+def _variant(context: ComponentContext, name: str, rule: RecoveredRule) -> FaultVariant:
     words = f"in {full_name(context, name)}, {rule.words}"
     return FaultVariant(words, with_weights(partial(changed, name, rule.apply)))
 
@@ -171,20 +171,22 @@ def changed(name: str, of: Callable[[Tensor], Tensor], each: str, weight: Weight
     return Weight(value=made.reshape(value.shape).to(value.dtype), input_scale=weight.input_scale)
 
 
-def _rolled(sides: Sides) -> Iterator[Rule]:
+def _rolled(sides: Sides) -> Iterator[RecoveredRule]:
     """Yield numbers of a vector that are in each other's places, by a rule."""
     wide = sides.right.shape[1]
     if not bool((sides.right != sides.right[:, :1]).any()):
         return
     for by in range(1, wide):
         if bool(sides.equal(sides.seen, sides.right.roll(by, 1), sides.allowed).all()):
-            yield Rule(f"numbers are rotated by {by}", partial(torch.roll, shifts=by, dims=1))
+            yield RecoveredRule(
+                f"numbers are rotated by {by}", partial(torch.roll, shifts=by, dims=1)
+            )
             return
     if bool(sides.equal(sides.seen, sides.right.flip(1), sides.allowed).all()):
-        yield Rule("numbers are in reverse order", partial(torch.flip, dims=(1,)))
+        yield RecoveredRule("numbers are in reverse order", partial(torch.flip, dims=(1,)))
 
 
-def _table(sides: Sides, dtype: torch.dtype) -> Iterator[Rule]:
+def _table(sides: Sides, dtype: torch.dtype) -> Iterator[RecoveredRule]:
     """Yield the numbers as they were used, rounded as they are stored; right ones stay."""
     known = sides.allowed.isfinite()
     wrong = known & ((sides.seen - sides.right).abs() > sides.allowed)
@@ -201,7 +203,7 @@ def _table(sides: Sides, dtype: torch.dtype) -> Iterator[Rule]:
     )
     shown = "; ".join(lines[:2]) + ("; ..." if lines[2:] else "")
     words = f"{count} of {wrong.numel()} numbers are others: {shown}"
-    yield Rule(words, partial(held, made), lines)
+    yield RecoveredRule(words, partial(held, made), lines)
 
 
 @operation

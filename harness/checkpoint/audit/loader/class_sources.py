@@ -282,7 +282,7 @@ class _Frame:
     returned: list[Any] = field(default_factory=list)
 
 
-class Reader:
+class SourceReader:
     """Follows the construction of a model.
 
     `leaves`: classes and functions that are not looked into, in modules whose name has `within`.

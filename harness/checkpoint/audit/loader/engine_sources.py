@@ -27,9 +27,9 @@ from degarble.harness.checkpoint.audit.loader.class_sources import (
     Const,
     External,
     Merged,
-    Reader,
     Several,
     SourceClass,
+    SourceReader,
     SourceTree,
 )
 from degarble.harness.checkpoint.read.types import shown
@@ -178,7 +178,7 @@ class ModelLoader:
     def __init__(self, source: EngineSource, cls: SourceClass, config: Mapping[str, Any]) -> None:
         self._source, self._tree, self.cls = source, source.tree, cls
         self._config = config
-        self._reader = Reader(source.tree, config, _LEAVES, _LAYERS)
+        self._reader = SourceReader(source.tree, config, _LEAVES, _LAYERS)
         self._rules: dict[int, _Rules | None] = {}
         self._places: dict[str, Placement] = {}
         self._stored = ""  # the name that is being placed

@@ -18,7 +18,7 @@ from degarble.harness.checkpoint.audit.loader.proof import prove
 from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import PACKING_TABLE, derived_loader
-from degarble.suites.campaigns.vllm_maps import compared
+from degarble.suites.campaigns.servers.vllm_maps import compared
 from degarble.suites.commands.calls import call
 from degarble.suites.commands.traced_checkpoints import write_checkpoint
 from degarble.suites.references.traced.traced_models import ARCHITECTURES
@@ -374,7 +374,7 @@ def test_a_hostile_source_ends(tmp_path: Path, text: str) -> None:
 def test_the_installed_vllm_loads_what_transformers_saves(tmp_path: Path, model: str) -> None:
     if EngineSource.installed() is None:
         pytest.skip(
-            "needs vLLM's files; --vllm-source of suites/campaigns/vllm_maps.py takes a folder"
+            "needs vLLM's files; suites/campaigns/servers/vllm_maps.py takes a folder of them"
         )
     found: Any = compared(write_checkpoint(tmp_path / model, model), None)
     # vLLM builds the router's bias only where the config asks for it; transformers states nothing.

@@ -1,4 +1,6 @@
-"""Probe healthy stand-ins and planted ones: `python -m degarble.suites.campaigns.probed_servers`.
+"""Probe healthy stand-ins and planted ones.
+
+    python -m degarble.suites.campaigns.servers.probed_servers
 
 Healthy sessions differ in seed, arithmetic, experts, cache, chunks, what the server offers, and the
 rounding of sums. Each line is one session; the last two say how many there were.
@@ -60,7 +62,9 @@ def _said(what: str, result: ProbeResult, seconds: float) -> str:
 
 def main() -> int:
     """Run both parts; give 1 where a fault was missed or a healthy server alarmed."""
-    parser = argparse.ArgumentParser(prog="python -m degarble.suites.campaigns.probed_servers")
+    parser = argparse.ArgumentParser(
+        prog="python -m degarble.suites.campaigns.servers.probed_servers"
+    )
     parser.add_argument("--healthy", type=int, default=72)
     parser.add_argument("--first", type=int, default=0, help="healthy session to begin with")
     parser.add_argument("--faults", type=int, default=len(FAULTS))

@@ -1,6 +1,6 @@
 """Compare what vLLM's source says of loading with our packing table, architecture by architecture.
 
-    python -m degarble.suites.campaigns.vllm_maps [--vllm-source DIR] [--models llama,qwen3]
+    python -m degarble.suites.campaigns.servers.vllm_maps [--vllm-source DIR] [--models llama,qwen3]
 
 Each model is built tiny, saved by transformers, and proven twice on one rank: by the class that
 vLLM has for it, and by the table. A line says how many tensors both place alike, how many
