@@ -429,6 +429,7 @@ def _shapes(capture: Capture) -> list[object]:
     ]
 
 
+@pytest.mark.slow
 def test_ranks_make_one_capture_that_agrees(
     line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

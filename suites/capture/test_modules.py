@@ -190,6 +190,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(THEIRS))
 def test_each_mapped_component_answers_alike(name: str, folder: Path) -> None:
     capture, config = Capture.open(folder / name), THEIRS[name]

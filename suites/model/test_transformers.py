@@ -112,6 +112,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return Answers(drawn, json.loads(done.stdout), folders)
 
 
+@pytest.mark.slow
 def test_names_and_shapes_of_random_configs(answers: Answers) -> None:
     types = set()
     for config, said in zip(answers.configs, answers.described, strict=True):

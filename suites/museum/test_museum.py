@@ -107,6 +107,7 @@ def test_every_fault_is_a_task_and_some_are_searched_without_their_family() -> N
     assert all(task.extent.leave_out for task in tasks(("M10.nibble_order",), CHOSEN))
 
 
+@pytest.mark.slow
 def test_a_fault_is_planted_where_it_has_an_effect(tmp_path: Path) -> None:
     heard: list[str] = []
     with lines_to(tmp_path / "lines.jsonl") as ended:

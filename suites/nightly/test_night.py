@@ -172,6 +172,7 @@ print(night.run(), night.continued, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_night_resumes_after_its_finished_steps(tmp_path: Path) -> None:
     asked(tmp_path)  # makes the model
     line = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]

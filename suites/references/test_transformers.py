@@ -219,6 +219,7 @@ def judge_ffn(judge: Judge, case: Case, block: Block) -> None:
     judge.same(f"{p}moe_sum", case.flat(f"{theirs[:-1]}"), routed=routed, shared=out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", "other"])
 def test_v4_every_component_agrees_on_the_same_inputs(v4_cases: dict[str, Case], name: str) -> None:
     case, config = v4_cases[name], {"small": V4_SMALL, "other": V4_OTHER}[name]

@@ -158,6 +158,7 @@ IN_CI = ("slots of a cache", "window one to the left", "scales of activations in
 SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in WRONG if what not in IN_CI]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [*IN_CI, *SLOW])
 def test_a_tensor_at_the_wrong_argument_is_found_in_its_component(
     folder: Path, tmp_path: Path, what: str

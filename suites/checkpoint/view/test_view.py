@@ -199,6 +199,7 @@ def test_an_unknown_method_over_plain_weights_is_refused(
             assert checkpoint.problems.counts[ProblemKind.UNKNOWN_METHOD] == 1
 
 
+@pytest.mark.slow
 def test_300_000_tensors_in_95_shards(tmp_path: Path) -> None:
     """Opened, grouped and judged in less than 300 MB and 10 s, without torch."""
     parts: tuple[tuple[str, str, list[int], int], ...] = (

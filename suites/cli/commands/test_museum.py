@@ -41,6 +41,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+@pytest.mark.slow
 def test_the_whole_story(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, told: list[str]
 ) -> None:

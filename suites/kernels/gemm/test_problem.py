@@ -437,6 +437,7 @@ def test_the_scales_of_a_swizzled_tile_lie_side_by_side() -> None:
         assert words == [place % 4 * 4 + place // 4 for place in range(w4a16_problem.TILE)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
 def test_memory_and_threads_fit(rows: int, outputs: int, columns: int) -> None:

@@ -17,6 +17,7 @@ from degarble.suites.checkpoint.transform.quantise.test_job import SHARD, job_of
 from degarble.suites.checkpoint.writing_cases import quick_folder, tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modes", "least"),
     [

@@ -171,6 +171,7 @@ def test_unknown_damage_is_found_without_claiming_a_cause() -> None:
     assert "no known fault explains it" in kernel.sentence
 
 
+@pytest.mark.slow
 def test_a_cause_is_proved_on_the_whole_output() -> None:
     """A fault and one element more: no single way reproduces it, so none is claimed."""
     g = made("gaussian")

@@ -308,6 +308,7 @@ def test_equal_discrepancies_are_searched_once_and_told_once(
     assert "the same in 8 components: also in layers.1.mlp.down_proj" in str(found)
 
 
+@pytest.mark.slow
 def test_what_nothing_explains_is_searched_twice_at_most(small: Toy, twin: api.Twin) -> None:
     made = torch.Generator().manual_seed(3)
     changed = {
