@@ -165,7 +165,7 @@ def _is_url(text: str) -> bool:
 
 @contextmanager
 def _shown(terminal: Terminal, client: Any) -> Iterator[Callable[[str], None]]:
-    """Show which check runs and how many requests were made; give what is told each check."""
+    """Show which check runs and how many requests were made; return what is called with each."""
     check = ""
     # No total is known: checks are left out, and a fault costs requests to confirm.
     with terminal.work("probe", 0) as progress:

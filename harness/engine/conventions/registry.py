@@ -161,6 +161,14 @@ _LINEARS = (
     " ffn.shared.w13 ffn.shared.w2 ffn.experts.w13 ffn.experts.w2"
 )
 
+_BLOCK_SCALES = {
+    BlockScaleUse.STATED: "as the checkpoint has them",
+    BlockScaleUse.INPUTS: "rounded up to powers of two for inputs",
+    BlockScaleUse.BOTH: (
+        "rounded up to powers of two, and weights quantised again, as DeepGEMM asks for"
+    ),
+}
+
 # Values that differ in roundings alone: learned where nobody declares them.
 _ROUNDINGS = (
     Convention(
@@ -215,13 +223,7 @@ _ROUNDINGS = (
     Convention(
         "block_scales",
         "scales of FP8 blocks in linears",
-        {
-            BlockScaleUse.STATED: "as the checkpoint has them",
-            BlockScaleUse.INPUTS: "rounded up to powers of two for inputs",
-            BlockScaleUse.BOTH: (
-                "rounded up to powers of two, and weights quantised again, as DeepGEMM asks for"
-            ),
-        },
+        _BLOCK_SCALES,
         _roles("traced.linear"),
         formats=frozenset({FP8_1X128_F32.name}),
         idle=frozenset({OPERANDS}),
@@ -229,13 +231,7 @@ _ROUNDINGS = (
     Convention(
         "expert_block_scales",
         "scales of FP8 blocks in routed experts",
-        {
-            BlockScaleUse.STATED: "as the checkpoint has them",
-            BlockScaleUse.INPUTS: "rounded up to powers of two for inputs",
-            BlockScaleUse.BOTH: (
-                "rounded up to powers of two, and weights quantised again, as DeepGEMM asks for"
-            ),
-        },
+        _BLOCK_SCALES,
         _roles("traced.experts"),
         formats=frozenset({FP8_1X128_F32.name}),
         idle=frozenset({OPERANDS}),

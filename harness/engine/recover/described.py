@@ -440,6 +440,12 @@ def mapped(
     return {**outputs, output: of(as_matrix(right)).reshape(right.shape).to(right.dtype)}
 
 
+def _ruled(proved: tuple[RecoveredRule, FaultVariant, VariantFit], remedy: str) -> Described:
+    rule, variant, fit = proved
+    sentence = f"The outputs follow if {variant.words}."
+    return Described(sentence, remedy, rule.table[:SHOWN], variant, fit)
+
+
 def _ruled_output(output: str, wide: int, rule: RecoveredRule) -> FaultVariant:
     change = with_outputs(partial(mapped, output, partial(in_rows, rule.apply, wide)))
     return FaultVariant(rule.words, change)
@@ -562,9 +568,7 @@ def _by_inputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Descri
             for wide, rule in _by_extents(found, tensor):
                 proved = _proved(context, calls, rule, partial(_ruled_input, name, wide))
                 if proved is not None:
-                    own, variant, fit = proved
-                    sentence = f"The outputs follow if {variant.words}."
-                    return Described(sentence, _READING, own.table[:SHOWN], variant, fit)
+                    return _ruled(proved, _READING)
     return None
 
 
@@ -573,9 +577,7 @@ def _by_vectors(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
     for found in used_vectors(context, calls[0], sides):
         proved = _proved(context, calls, found.rule, found.made)
         if proved is not None:
-            own, variant, fit = proved
-            sentence = f"The outputs follow if {variant.words}."
-            return Described(sentence, _COMPONENT, own.table[:SHOWN], variant, fit)
+            return _ruled(proved, _COMPONENT)
     return None
 
 
@@ -587,9 +589,7 @@ def _by_codes(context: ComponentContext, calls: Sequence[CallRecord]) -> Describ
         made = partial(_ruled_input, found.output, wide)
         proved = _proved(context, calls, rule, made, nearly=1.0)  # codes are coarse
         if proved is not None:
-            own, variant, fit = proved
-            sentence = f"The outputs follow if {variant.words}."
-            return Described(sentence, _QUANTISER, own.table[:SHOWN], variant, fit)
+            return _ruled(proved, _QUANTISER)
     return None
 
 
@@ -619,9 +619,7 @@ def _by_numbers(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
             made = partial(_ruled_weight, context, name, part)
             proved = _proved(context, calls, rule, made)
             if proved is not None:
-                own, variant, fit = proved
-                sentence = f"The outputs follow if {variant.words}."
-                return Described(sentence, _LOADER, own.table[:SHOWN], variant, fit)
+                return _ruled(proved, _LOADER)
     return None
 
 

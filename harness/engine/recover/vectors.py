@@ -2,7 +2,7 @@
 
 How outputs answer to each of its numbers is measured with the twin; the numbers that give what was
 seen follow by least squares over many rows, and are compared with the stored ones by rules. Where
-no rule gives them, they are told as they are: every row of every call has to follow from them.
+no rule gives them, they are listed one by one: every row of every call has to follow from them.
 
 Shape letters: K numbers of a weight, N numbers of outputs.
 """
