@@ -41,8 +41,8 @@ _SUSTAINED = 4  # positions of one prompt
 _CAPPED = 5.0  # nats: a position counts for no more
 
 # Checks in which one kernel is held against another, so that a requantised input may take another
-# code. Where nothing else shows how far that moves, FP8 is allowed for unless the user says what is
-# served.
+# code; in a batch other sums do the same. Where nothing else shows how far that moves, FP8 is
+# allowed for unless the user says what is served.
 KERNELS = ("cache", "chunks", "prefill", "chat")
 _OTHER_SHAPES = ("cache", "chunks", "prefill")
 _SAME_KERNEL = ("batch", "lengths", "repeats")
@@ -178,8 +178,16 @@ def limit_of(name: str, results: Sequence[ProbedCheck], rounding: str | None) ->
         sources = [n for n in _OTHER_SHAPES if n in known] or [n for n in sources if n != "prefill"]
     found = [known[n] for n in sources] or [0.0]
     learned = max(found) if name in KERNELS else median(found)
-    unknown = name in KERNELS and "prefill" not in sources  # how far two kernels are apart
-    floor = rounding_distance(rounding or ("fp8" if unknown else "bf16"))
+    if rounding is not None:
+        floor = rounding_distance(rounding)
+    elif name == "batch":
+        # Two other routes through requantised inputs show what a batch may do; neither: FP8.
+        routes = [known[n] for n in ("chunks", "prefill") if n in known]
+        shown = max(routes, default=math.inf)
+        floor = max(rounding_distance("bf16"), min(shown, rounding_distance("fp8")))
+    else:
+        unknown = name in KERNELS and "prefill" not in sources  # how far two kernels are apart
+        floor = rounding_distance("fp8" if unknown else "bf16")
     return _FACTOR * max(floor, min(learned, rounding_distance("fp4")))
 
 

@@ -96,6 +96,22 @@ def test_a_noisy_server_is_allowed_its_noise_up_to_a_bound() -> None:
     assert limit_of("batch", found, None) == pytest.approx(3 * rounding_distance("fp4"))
 
 
+@pytest.mark.parametrize(
+    ("shown", "floor"),
+    [
+        ({"chunks": 0.03, "prefill": 0.1}, 0.1),
+        ({"cache": 0.0, "chunks": 0.03, "prefill": 3.0}, rounding_distance("fp8")),
+        ({"cache": 0.0}, rounding_distance("fp8")),
+        ({"chunks": 0.0, "prefill": 0.001}, rounding_distance("bf16")),
+    ],
+)
+def test_a_batch_may_move_as_far_as_fp8_that_other_routes_do_not_rule_out(
+    shown: dict[str, float], floor: float
+) -> None:
+    assert limit_of("batch", results(repeats=0.0, **shown), None) == pytest.approx(3 * floor)
+    assert limit_of("batch", results(repeats=0.0, **shown), "bf16") <= 3 * floor
+
+
 def test_fp8_is_allowed_for_as_a_note_unless_the_user_says() -> None:
     cause = Cause("apart", "look")
     for tight, level in ((0.07, ProbeLevel.NOTE), (None, None)):
