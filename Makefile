@@ -80,6 +80,7 @@ house: setup
 docs: setup
 	@$(BIN)/python -m degarble.suites.house.command_line
 	@$(BIN)/python -m degarble.suites.house.audit_rules
+	@$(BIN)/python -m degarble.suites.house.site
 
 wheel: setup
 	@rm -rf build

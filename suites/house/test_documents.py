@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.suites.house import audit_rules
+from degarble.suites.house import audit_rules, site
 from degarble.suites.house.command_line import PAGE, commands, page, parameters
 from degarble.suites.house.repository import ROOT, documents, shown
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 README = ROOT / "README.md"
 EVERYWHERE = {"--json", "--quiet", "--cluster", "--version"}
@@ -157,3 +163,18 @@ def test_fragments_have_their_form() -> None:
 )
 def test_planted_fault_in_a_fragment_is_found(name: str, text: str) -> None:
     assert fragment_faults(name, text)
+
+
+def test_the_site_has_every_page_in_its_navigation(tmp_path: Path) -> None:
+    site.stage(tmp_path)
+    front = (tmp_path / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^([\w./-]+)$", front.partition("```{toctree}")[2], re.MULTILINE))
+    pages = {p.relative_to(tmp_path).with_suffix("").as_posix() for p in tmp_path.rglob("*.md")}
+    assert pages - listed == {"README"}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", site.__name__, tmp_path], check=True)  # it warns itself
+    assert "How it judges" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "docs" / "design-notes" / "comparing.html").exists()
