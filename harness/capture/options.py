@@ -166,7 +166,8 @@ def _unread(name: str, word: str, expectation: str) -> InvalidArgument:
 MOST_BYTES = 1 << 30  # of tensors, on each rank
 MOST_REQUESTS = 64
 MOST_SECONDS = 3600.0
-_BYTES, _SECONDS = 256 << 20, 600.0
+MOST_GRAPH_BYTES = 64 << 30  # of static buffers on a GPU, for copies within CUDA graphs
+_BYTES, _SECONDS, _GRAPH_BYTES = 256 << 20, 600.0, 1 << 30
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _WORDS = ("layers", "components", "tokens")
 
@@ -180,11 +181,12 @@ class CaptureRequest:
     count: int = 1
     nbytes: int = _BYTES
     seconds: float = _SECONDS
+    graph_bytes: int = _GRAPH_BYTES
 
     @classmethod
     def of_json(cls, raw: Mapping[str, Any]) -> CaptureRequest:
         """Read what a client asks for."""
-        known = {"requests", "count", "max_bytes", "seconds", *_WORDS}
+        known = {"requests", "count", "max_bytes", "seconds", "graph_bytes", *_WORDS}
         strange = sorted(raw.keys() - known)
         if strange:
             raise _wrong("capture", strange[0], f"one of {', '.join(sorted(known))}")
@@ -206,6 +208,7 @@ class CaptureRequest:
             int(_number(raw, "count", len(requests) or 1, 1, MOST_REQUESTS)),
             int(_number(raw, "max_bytes", _BYTES, 1, MOST_BYTES)),
             _number(raw, "seconds", _SECONDS, 1, MOST_SECONDS),
+            int(_number(raw, "graph_bytes", _GRAPH_BYTES, 1, MOST_GRAPH_BYTES)),
         )
 
     def document(self) -> dict[str, Any]:
@@ -215,7 +218,8 @@ class CaptureRequest:
             for name, words in self.wanted.document().items()
         }
         found |= {"requests": list(self.requests), "count": self.count}
-        return found | {"max_bytes": self.nbytes, "seconds": self.seconds}
+        found |= {"max_bytes": self.nbytes, "seconds": self.seconds}
+        return found | {"graph_bytes": self.graph_bytes}
 
 
 class RequestSelection:

@@ -1,6 +1,7 @@
 """Capture from vLLM: a worker extension, a switch on the API server, and a run without a server.
 
-    DEGARBLE_CAPTURES=DIR vllm serve CKPT --enforce-eager
+    DEGARBLE_CAPTURES=DIR vllm serve CKPT
+        --compilation-config '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
         --worker-extension-cls degarble.harness.vllm.capture.CaptureWorker
         --middleware degarble.harness.vllm.capture.CaptureSwitch
 
@@ -8,7 +9,8 @@ What is used of vLLM is public, or looked up by name when a capture opens: colle
 worker, the model runner's model, and the batch that it prepares. vLLM's files are not changed, and
 nothing of ours is installed while no capture is open. vLLM is imported only to run it here.
 
-Engines that replay CUDA graphs call no module, so they are rejected, as are pipeline stages.
+Of an engine that replays CUDA graphs, copies are recorded into the graphs (graphs.py); one that is
+compiled calls no module and is rejected, as are pipeline stages. --enforce-eager works as well.
 Ran in vLLM 0.26 on an H200 (docs/vllm.md).
 """
 
@@ -18,13 +20,14 @@ import json
 import os
 import shutil
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, MissingDependency
+from degarble.harness.vllm.graphs import GRAPH_OPTIONS, record_again, records_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,11 +35,14 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from degarble.harness.capture.capture import CaptureSettings
+    from degarble.harness.capture.engine.graphs import GraphCopies, RecordedGraph
+    from degarble.harness.capture.engine.session import Scheduled
     from degarble.harness.capture.options import CaptureRequest
 
 PATH = "/degarble/capture"
 FOLDER_VARIABLE, TOKEN_VARIABLE = "DEGARBLE_CAPTURES", "DEGARBLE_CAPTURE_TOKEN"
 EXTENSION = "degarble.harness.vllm.capture.CaptureWorker"
+GRAPH_CLASS: Any = None  # None: torch.cuda.CUDAGraph
 _MOST_BODY = 64 << 10
 
 
@@ -57,7 +63,7 @@ class CaptureWorker:
         """Close it, and take everything of ours away."""
         rank: _Rank | None = vars(self).pop(_Rank.NAME, None)
         if rank is None:
-            return {"refused": "no capture is open on this rank"}
+            return _refusal("none is open on this rank", "Open one first.")
         return _told(rank.close)
 
 
@@ -65,8 +71,15 @@ def _told(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Give a refusal back instead of raising it: an exception would end vLLM's engine."""
     try:
         return work()
-    except (DegarbleError, OSError) as error:
-        return {"refused": str(error)}
+    except DegarbleError as error:
+        value = error.value if isinstance(error.value, (int, str)) else str(error.value)
+        return {"refused": [error.name, value, error.expectation, error.remedy]}
+    except OSError as error:
+        return _refusal(str(error), "See docs/capture-engine.md.")
+
+
+def _refusal(value: str, remedy: str) -> dict[str, Any]:
+    return {"refused": ["capture", value, "one that is open and can be written", remedy]}
 
 
 class _Rank:
@@ -74,65 +87,98 @@ class _Rank:
 
     NAME = "_degarble_capture"
 
-    def __init__(self, capture: Any, stack: ExitStack, method: str) -> None:
+    def __init__(
+        self, capture: Any, stack: ExitStack, method: str, copies: GraphCopies | None
+    ) -> None:
         self.capture, self._stack, self._method = capture, stack, method
+        self._copies = copies
         self._batch: list[tuple[str, int]] = []
+        self._missed = 0
 
     @classmethod
     def open(cls, worker: Any, folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
         """Begin on this worker."""
         # Imports torch, which vLLM's API server does without.
+        import torch  # noqa: PLC0415
+
+        from degarble.harness.capture.engine.graphs import GraphCopies  # noqa: PLC0415
         from degarble.harness.capture.engine.session import EngineCapture  # noqa: PLC0415
         from degarble.harness.capture.options import CaptureRequest  # noqa: PLC0415
 
         if cls.NAME in vars(worker):
             raise InvalidArgument("capture", "open already", "one at a time", "Close it first.")
-        ranks = _require_plain(worker.vllm_config)
+        ranks, graphs = _require_plain(worker.vllm_config)
         model, runner = worker.get_model(), worker.model_runner
         places, facts = _maps(Path(_checkpoint(worker)), model, ranks)
-        own = folder / f"rank-{worker.rank:04}"
-        capture = EngineCapture(own, model, places, CaptureRequest.of_json(raw), facts)
+        own, request = folder / f"rank-{worker.rank:04}", CaptureRequest.of_json(raw)
+        copies = GraphCopies(request.graph_bytes, runner.device) if graphs else None
+        capture = EngineCapture(own, model, places, request, facts, copies)
         stack = ExitStack()
-        rank = cls(capture, stack, str(worker.vllm_config.model_config.quantization))
+        rank = cls(capture, stack, str(worker.vllm_config.model_config.quantization), copies)
         try:
             _watch_batches(runner, rank.note, stack)
             hook = model.register_forward_pre_hook(rank.begin, prepend=True, with_kwargs=True)
             stack.callback(hook.remove)
+            if copies is not None:
+                copies.on_replay = rank.replayed
+                record_again(runner, copies, stack, GRAPH_CLASS or torch.cuda.CUDAGraph)
+            capture.require_sound()
         except BaseException:
             stack.close()
-            capture.close()
+            with suppress(Exception):  # the first error is the one to report
+                capture.close()
             raise
         setattr(worker, cls.NAME, rank)
-        return {"rank": worker.rank, "ranks": ranks, "checkpoint": _checkpoint(worker)}
+        found = {"rank": worker.rank, "ranks": ranks, "checkpoint": _checkpoint(worker)}
+        return found | {"graphs": 0 if copies is None else copies.count}
 
     def note(self, batch: list[tuple[str, int]]) -> None:
         """Keep who is in the batch that comes, and with how many tokens."""
+        self._missed += bool(self._batch)
+        # Logits of a step that is not seen would count as those of the step before.
+        self.capture.batch([])
         self._batch = batch
 
     def begin(self, _model: Any, given: Any, named: dict[str, Any]) -> None:
         """Announce a forward pass to the capture; a dummy run has no batch."""
-        from degarble.harness.capture.engine.session import Scheduled  # noqa: PLC0415  torch
-
-        batch, self._batch = self._batch, []
         ids, positions = (
             named.get(name, given[n] if n < len(given) else None)
             for n, name in enumerate(("input_ids", "positions"))
         )
-        if not batch or ids is None or positions is None:
-            self.capture.batch([])
+        if self._copies is not None and self._copies.current is not None:
+            self._copies.current.inputs = ids, positions  # the graph's own, which a replay reads
             return
+        self.capture.batch(self._scheduled(ids, positions))
+
+    def replayed(self, recorded: RecordedGraph) -> None:
+        """Announce a step that a graph has just computed; a drafter's graph has no inputs here."""
+        if recorded.inputs is not None:
+            self.capture.replayed(self._scheduled(*recorded.inputs), recorded)
+
+    def _scheduled(self, ids: Any, positions: Any) -> list[Scheduled]:
+        """Return whose rows the batch has, from the model's inputs."""
+        from degarble.harness.capture.engine.session import Scheduled  # noqa: PLC0415  torch
+
+        batch, self._batch = self._batch, []
+        if not batch or ids is None or positions is None:
+            return []
         count = sum(each for _, each in batch)
         tokens, places = ids[:count].tolist(), positions[:count].tolist()
         scheduled, at = [], 0
         for request, new in batch:
             scheduled.append(Scheduled(request, places[at], tokens[at : at + new]))
             at += new
-        self.capture.batch(scheduled)
+        return scheduled
 
     def close(self) -> dict[str, Any]:
         """End it."""
         self._stack.close()
         found: dict[str, Any] = self.capture.close()
+        if self._missed:
+            raise InvalidArgument(
+                "vLLM", f"{self._missed} steps that neither called the model nor replayed one of"
+                " its graphs", "steps that can be seen", "Start it with --enforce-eager.",
+            )  # fmt: skip
         return found | {"method": self._method}
 
 
@@ -165,20 +211,16 @@ def _known_config(raw: dict[str, Any]) -> Any:
         return None  # a traced family: transformers judges its config
 
 
-def _require_plain(config: Any) -> int:
-    """Return how many ranks share the model; raise for engines that cannot be captured."""
-    if not config.model_config.enforce_eager:
-        raise InvalidArgument(
-            "vLLM", "recorded graphs", "an engine that calls its modules",
-            "Start it with --enforce-eager.",
-        )  # fmt: skip
+def _require_plain(config: Any) -> tuple[int, bool]:
+    """Return how many ranks share the model, and whether they replay graphs; raise otherwise."""
+    graphs = records_graphs(config)
     stages = config.parallel_config.pipeline_parallel_size
     if stages != 1:
         raise InvalidArgument(
             "pipeline_parallel_size", stages, "1: a rank that has all layers",
             "Capture with tensor parallelism alone.",
         )  # fmt: skip
-    return int(config.parallel_config.tensor_parallel_size)
+    return int(config.parallel_config.tensor_parallel_size), graphs
 
 
 def _checkpoint(worker: Any) -> str:
@@ -291,7 +333,8 @@ class CaptureSwitch:
         _require(replies)
         checkpoint = Path(engine.vllm_config.model_config.model)
         apart = joined(checkpoint, place, replies[0])
-        fields = {name: replies[0][name] for name in ("requests", "calls", "ended", "unseen")}
+        names = ("requests", "calls", "replayed", "ended", "unseen")
+        fields = {name: replies[0][name] for name in names}
         return {"state": "closed", "capture": place.name, "ranks_apart": apart} | fields
 
 
@@ -299,7 +342,7 @@ def _require(replies: Sequence[dict[str, Any]]) -> None:
     """Raise the first rank's refusal."""
     refused = next((reply["refused"] for reply in replies if "refused" in reply), None)
     if refused is not None:
-        raise InvalidArgument("vLLM's worker", refused, "a capture", "See docs/capture-engine.md.")
+        raise InvalidArgument(*refused)
 
 
 def joined(checkpoint: Path, place: Path, state: dict[str, Any]) -> list[str]:
@@ -352,8 +395,12 @@ def capture_vllm(
     folder: Path,
     capture_settings: CaptureSettings,
     make: Callable[..., Any] | None = None,
+    graphs: bool = False,
 ) -> dict[str, Any]:
-    """Run token ids through vLLM in this process, on one rank, and capture every request."""
+    """Run token ids through vLLM in this process, on one rank, and capture every request.
+
+    With `graphs` it decodes by recorded CUDA graphs, and else by calls of its modules.
+    """
     from degarble.harness.capture.options import MOST_BYTES, CaptureRequest  # noqa: PLC0415
     from degarble.harness.report.files import require_folder  # noqa: PLC0415
 
@@ -361,8 +408,9 @@ def capture_vllm(
     request: CaptureRequest = replace(
         CaptureRequest(capture_settings.wanted), count=len(prompts), nbytes=MOST_BYTES
     )
+    how: dict[str, Any] = {"compilation_config": GRAPH_OPTIONS} if graphs else {}
     engine = (make or _engine())(
-        model=str(checkpoint), enforce_eager=True, worker_extension_cls=EXTENSION
+        model=str(checkpoint), enforce_eager=not graphs, worker_extension_cls=EXTENSION, **how
     )
     spec = json.dumps({"folder": str(folder), "asked": request.document()})
     _require(engine.collective_rpc("degarble_capture_open", args=(spec,)))
@@ -429,9 +477,10 @@ def _engine() -> Callable[..., Any]:
         ) from error  # fmt: skip
 
     class Engine(vllm.LLM):  # type: ignore[misc]  # its classes are Any here
-        def generate_ids(self, prompts: list[list[int]], new: int) -> None:
-            """Continue prompts greedily."""
+        def generate_ids(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+            """Continue prompts greedily; return the new tokens of each."""
             how = vllm.SamplingParams(temperature=0.0, max_tokens=new)
-            self.generate([{"prompt_token_ids": prompt} for prompt in prompts], how)
+            made = self.generate([{"prompt_token_ids": prompt} for prompt in prompts], how)
+            return [list(each.outputs[0].token_ids) for each in made]
 
     return Engine

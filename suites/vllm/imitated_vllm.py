@@ -78,7 +78,7 @@ class LLM:
         """Call a method of the worker's extension."""
         return [getattr(self._extension, method)(self._worker, *args)]
 
-    def generate(self, prompts: Sequence[dict[str, Any]], params: SamplingParams) -> None:
+    def generate(self, prompts: Sequence[dict[str, Any]], params: SamplingParams) -> list[Any]:
         """Continue prompts greedily."""
 
         def before(_rank: int, batch: Any, _ids: Any, _positions: Any) -> None:
@@ -86,4 +86,6 @@ class LLM:
             self._runner._prepare_inputs(SimpleNamespace(num_scheduled_tokens=counts))
 
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
-        generated([self._model], ids, params.max_tokens, before)
+        texts = generated([self._model], ids, params.max_tokens, before)
+        new = [text[len(prompt) :] for text, prompt in zip(texts, ids, strict=True)]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=each)]) for each in new]

@@ -92,6 +92,9 @@ class Worker(plugin.CaptureWorker):
                 model=str(TINY), enforce_eager=eager, quantization="deepseek_v4_fp8"
             ),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+            compilation_config=SimpleNamespace(
+                mode="VLLM_COMPILE", cudagraph_mode="FULL_AND_PIECEWISE"
+            ),
         )
 
     def get_model(self) -> nn.Module:
@@ -186,7 +189,7 @@ def test_requests_without_permission_are_refused(
 @pytest.mark.parametrize(
     ("spoil", "fields", "told"),
     [
-        ({"eager": False}, {}, "--enforce-eager"),
+        ({"eager": False}, {}, "compilation-config"),
         ({}, {"layers": "99"}, "--layers"),
         ({}, {"folder": "x"}, "capture = 'folder'"),
     ],

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from degarble.harness.capture.files.records import CapturedCall, CapturedTensor
 
 APART = "ranks_apart"  # the fact that lists sites whose copies differ between ranks
-_OWN = ("requests", "ended")  # facts of a rank that are the engine's
+_OWN = ("requests", "ended", "replayed")  # facts of a rank that are the engine's
 _MOST_APART = 100
 _AGAIN = "Capture all ranks of one engine again, together."
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from degarble.harness.capture.engine.graphs import GraphCopies, RecordedGraph
     from degarble.harness.capture.engine.maps import ComponentMap, TensorLocation
     from degarble.harness.capture.options import CaptureRequest
 
@@ -35,9 +36,11 @@ if TYPE_CHECKING:
 # every hook. Padding after a batch's last token is ignored.
 #
 # The engine must go on in every case: an error is kept in `error`, and recording stops. `unseen`
-# lists places that were never called: an engine that replays CUDA graphs calls no module.
+# lists places that were never called: an engine that replays CUDA graphs calls no module, and what
+# it computes is seen through `copies`, which were recorded into its graphs (engine/graphs.py).
 
 _CORRECT = "Correct the engine's map."
+REPLAYED = "replayed"  # the fact that lists the steps that were computed by replayed graphs
 
 
 class RequestTokens(NamedTuple):
@@ -98,7 +101,11 @@ class Taps:
     """Recorded tensors of one rank. `tapped` installs it; call `begin` before a forward pass."""
 
     def __init__(
-        self, sightings: Iterable[ComponentMap], recorder: Recorder, nbytes: int = 1 << 62
+        self,
+        sightings: Iterable[ComponentMap],
+        recorder: Recorder,
+        nbytes: int = 1 << 62,
+        copies: GraphCopies | None = None,
     ) -> None:
         self._sightings = [
             component_map
@@ -107,6 +114,7 @@ class Taps:
         ]
         self._recorder = recorder
         self._left = nbytes
+        self._copies = copies
         self._wanted: dict[str, dict[_CopySource, None]] = {}
         for sighting in self._sightings:
             for seen in (*sighting.inputs.values(), *sighting.outputs.values()):
@@ -117,6 +125,8 @@ class Taps:
         self._found: dict[_CopySource, Tensor] = {}
         self._ever: set[str] = set()
         self._paired: dict[str, bool] = {}
+        self._steps, self._from_graph = 0, False
+        self.replayed: list[int] = []  # steps whose tensors a replayed graph wrote
         self.error: Exception | None = None
         self.full = False
 
@@ -150,6 +160,16 @@ class Taps:
         self.end()
         if self.error is None and not self.full and any(run.owner is not None for run in runs):
             self._runs, self._chosen = list(runs), _ChosenRows.from_runs(runs)
+        self._from_graph = False
+
+    def from_graph(self, recorded: RecordedGraph) -> None:
+        """Take what a replay wrote, as hooks take it in a pass that calls the modules."""
+        if self._chosen is None:
+            return
+        self._from_graph = True
+        self._ever |= recorded.places
+        for source, buffer in recorded.copies.items():
+            self._guarded(partial(self._take, cast("_CopySource", source), buffer))
 
     def end(self) -> None:
         """Emit the calls of a pass, including what came after it, such as logits."""
@@ -166,6 +186,9 @@ class Taps:
         # A one-token prompt starts at position 0, so it is a prefill and not a decoding step.
         new = all(len(run.tokens) == 1 and run.start for run in wanted)
         self._recorder.begin(Phase.DECODE if new else Phase.PREFILL, tokens, positions, owners)
+        if self._from_graph:
+            self.replayed.append(self._steps)
+        self._steps += 1
         if self._recorder.idle:
             return
         for sighting in self._sightings:
@@ -180,17 +203,18 @@ class Taps:
                 self._recorder.after(sighting.component, taken, sides[0], sides[1])
 
     def _before(self, place: str, shown: Sequence[_CopySource], given: Any, named: Any) -> None:
-        if self._chosen is None:
+        recorded = self._recorded
+        if self._chosen is None and recorded is None:
             return
         paired = isinstance(_argument_at(1, given, named), torch.Tensor)
         self._paired[place] = paired
         for source in shown:
             if source.of is CallSide.ARGUMENT and source.paired in (None, paired):
                 self._guarded(partial(self._take, source, _argument(source, given, named)))
-        self._ever.add(place)
+        (self._ever if recorded is None else recorded.places).add(place)
 
     def _after(self, place: str, shown: Sequence[_CopySource], returned: Any) -> None:
-        if self._chosen is None:
+        if self._chosen is None and self._recorded is None:
             return
         results = returned if isinstance(returned, (tuple, list)) else [returned]
         for source in shown:
@@ -199,18 +223,26 @@ class Taps:
                 found = results[at] if at < len(results) else None
                 self._guarded(partial(self._take, source, found))
 
+    @property
+    def _recorded(self) -> RecordedGraph | None:
+        return None if self._copies is None else self._copies.current
+
     def _take(self, shown: _CopySource, tensor: Any) -> None:
-        if self._chosen is None:
+        if self._chosen is None and self._recorded is None:
             return
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgument(
                 f"{shown.of} {shown.at} of {shown.module}", type(tensor).__name__, "a tensor",
                 _CORRECT,
             )  # fmt: skip
+        if self._copies is not None and self._recorded is not None:
+            self._copies.keep(shown, tensor)
+            return
         if shown in self._found:
             raise InvalidArgument(
                 shown.module, "ran twice in one forward pass", "one run a pass", _CORRECT
             )
+        assert self._chosen is not None, "rows were chosen, or a graph is being recorded"
         copied = self._chosen.copied(shown, tensor)
         self._left -= copied.numel() * copied.element_size()
         if self._left < 0:
@@ -323,6 +355,7 @@ class EngineCapture:
         sightings: Iterable[ComponentMap],
         request: CaptureRequest,
         facts: Mapping[str, Any] = MappingProxyType({}),
+        copies: GraphCopies | None = None,
     ) -> None:
         places = list(sightings)
         request.wanted.require_choosing(place.component for place in places)
@@ -330,7 +363,7 @@ class EngineCapture:
         self._stack = ExitStack()
         self._writer = self._stack.enter_context(CaptureWriter(folder, facts))
         recorder = Recorder(self._writer, request.wanted)
-        self._taps = Taps(places, recorder, request.nbytes)
+        self._taps = Taps(places, recorder, request.nbytes, copies)
         try:
             self._stack.enter_context(tapped(model, self._taps))
         except BaseException:
@@ -349,6 +382,16 @@ class EngineCapture:
             ]
         )
 
+    def replayed(self, scheduled: Sequence[Scheduled], recorded: RecordedGraph) -> None:
+        """Announce a batch that a graph has just computed, and take what its nodes copied."""
+        self.batch(scheduled)
+        self._taps.from_graph(recorded)
+
+    def require_sound(self) -> None:
+        """Raise what a hook met while graphs were recorded."""
+        if self._taps.error is not None:
+            raise self._taps.error
+
     @property
     def state(self) -> dict[str, Any]:
         """Return the progress of the capture."""
@@ -358,6 +401,7 @@ class EngineCapture:
         return {
             "requests": list(self._selection.ids),
             "calls": calls,
+            "replayed": len(self._taps.replayed),
             "ended": ended,
             "error": failed,
         }
@@ -368,8 +412,11 @@ class EngineCapture:
             self._taps.end()
             found = self.state
             if self._taps.error is None:
-                tally = self._writer.finish(requests=found["requests"], ended=found["ended"])
-                found["calls"] = tally.calls
+                steps = {REPLAYED: self._taps.replayed} if self._taps.replayed else {}
+                tally = self._writer.finish(
+                    requests=found["requests"], ended=found["ended"], **steps
+                )
+                found |= {"calls": tally.calls, "replayed": len(self._taps.replayed)}
         finally:
             self._stack.close()
         if self._taps.error is not None:

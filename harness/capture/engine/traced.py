@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from degarble.harness.capture.engine.maps import ComponentMap
 
 ENGINE = "engine"  # the fact of a rank's capture that holds the tree of modules
-_OWN = ("requests", "ended", "ranks", "ranks_apart")  # facts of the joined capture that stay
+_OWN = (
+    "requests",
+    "ended",
+    "replayed",
+    "ranks",
+    "ranks_apart",
+)  # facts of the joined capture that stay
 
 
 def maps_of_model(

@@ -555,7 +555,7 @@ class Localisation:
         apart = self._run.facts.get("ranks_apart")
         if isinstance(apart, list) and apart:
             self._notes.append(f"{len(apart)} copies differ between ranks, such as {apart[0]}")
-        self._notes += _measured(rows)
+        self._notes += [*_replayed(self._run), *_measured(rows)]
         first = None
         for component in judged:
             first = earlier_of(first, component.non_finite)
@@ -718,6 +718,17 @@ def _measured(rows: Sequence[OutputRow]) -> list[str]:
     several = f"{len(names)} components were" if len(names) > 1 else "1 component was"
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
     return [f"{several} judged by a measured budget, not by a derived one: {listed}"]
+
+
+def _replayed(run: RecordedRun) -> list[str]:
+    """Return the note on steps that were captured inside CUDA graphs; empty where none was."""
+    steps = run.facts.get("replayed")
+    if not isinstance(steps, list) or not steps:
+        return []
+    how = "which copied these tensors while they were replayed"
+    return [
+        f"decoding was captured inside CUDA graphs, {how}: {len(steps)} of {len(run.steps)} steps"
+    ]
 
 
 def _is_stored(call: CapturedCall) -> bool:
