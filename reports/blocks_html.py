@@ -168,9 +168,9 @@ def icon(name: str) -> HtmlElement:
     return h("svg", {"class": "icon", "aria-hidden": "true"}, h("use", {"href": f"#icon-{name}"}))
 
 
-def badge(verdict: Verdict | None) -> HtmlElement:
-    """Return a verdict as icon and word; None is a panel that did not run."""
-    word = "not run" if verdict is None else str(verdict)
+def badge(verdict: Verdict | None, word: str = "") -> HtmlElement:
+    """Return a verdict as icon and word, its own or another; None is a panel that did not run."""
+    word = "not run" if verdict is None else word or str(verdict)
     kind = "absent" if verdict is None else verdict.lower()
     return h("span", {"class": f"badge {kind}"}, icon(kind), word)
 

@@ -89,7 +89,7 @@ def page_html(page: Page) -> str:
     )
     return Template(_asset("page.html")).substitute(
         policy=policy,
-        title=escape(f"{page.verdict} · {page.subject.name} · degarble"),
+        title=escape(f"{page.word or page.verdict} · {page.subject.name} · degarble"),
         icon=f"data:image/svg+xml;base64,{icon_data}",
         style=style,
         script=script,
@@ -123,7 +123,9 @@ def _verdict(page: Page) -> HtmlElement:
         h("div", None, h("dt", None, name), h("dd", None, h("code", None, text) if code else text))
         for name, text, code in facts
     ]
-    word = h("p", {"class": "word"}, badge(page.verdict), h("span", None, words.meaning(page)))
+    word = h(
+        "p", {"class": "word"}, badge(page.verdict, page.word), h("span", None, words.meaning(page))
+    )
     return h(
         "section",
         {
@@ -195,7 +197,7 @@ def _panel(panel: Panel) -> HtmlElement:
     if panel.verdict is None:
         return h("section", {**attributes, "class": "absent"}, heading, summary, badge(None))
     question = h("p", {"class": "question"}, words.PANEL_QUESTIONS[panel.kind])
-    head = h("div", {"class": "panel-head"}, heading, question, badge(panel.verdict))
+    head = h("div", {"class": "panel-head"}, heading, question, badge(panel.verdict, panel.word))
     blocks = [block_element(block) for block in panel.blocks]
     return h("section", {**attributes, "class": "panel"}, head, summary, blocks)
 

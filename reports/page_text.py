@@ -70,13 +70,18 @@ def _text(text: str, style: str = "") -> Text:
     return Text(visible(text), style=style)
 
 
-def badge(verdict: Verdict) -> Text:
-    """Return a verdict as sign and word."""
-    return Text(f"{SIGNS[verdict]} {verdict}", style=f"bold {_STYLES[verdict]}")
+def badge(verdict: Verdict, word: str = "") -> Text:
+    """Return a verdict as sign and word; `word` stands in the place of its own."""
+    return Text(f"{SIGNS[verdict]} {word or verdict}", style=f"bold {_STYLES[verdict]}")
+
+
+def verdict_line(verdict: Verdict, sentence: str, word: str = "") -> Text:
+    """Return a verdict with its sentence."""
+    return Text.assemble(badge(verdict, word), "  ", _text(sentence, "bold"))
 
 
 def _verdict(page: Page) -> RenderableType:
-    head = Text.assemble(badge(page.verdict), "  ", _text(page.sentence, "bold"))
+    head = verdict_line(page.verdict, page.sentence, page.word)
     where = _text(
         f"{page.subject.name} · {page.subject.manifest_hash[:19]} · {page.provenance.machine}",
         "dim",

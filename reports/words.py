@@ -12,7 +12,7 @@ from degarble.harness.report.blocks import ColumnKind, Tone
 from degarble.harness.report.number_text import number as number  # noqa: PLC0414  for renderers
 from degarble.harness.report.number_text import share
 from degarble.harness.report.page import PanelKind
-from degarble.harness.report.verdict import Verdict
+from degarble.harness.report.verdict import NO_ERRORS, TOOL_WORKS, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,8 +58,17 @@ PROBE_MEANINGS = {
 }
 
 
+# Of words that stand in the place of a verdict's own.
+WORD_MEANINGS = {
+    NO_ERRORS: "no rule is broken; nothing was compared with a reference",
+    TOOL_WORKS: "the healthy run agrees, and the planted fault is found",
+}
+
+
 def meaning(page: Page) -> str:
     """Return what the verdict of a page means, given what was judged there."""
+    if page.word in WORD_MEANINGS:
+        return WORD_MEANINGS[page.word]
     judged = {panel.kind for panel in page.panels if panel.verdict is not None}
     alone = {PanelKind.AUDIT: AUDIT_MEANINGS, PanelKind.PROBE: PROBE_MEANINGS}
     fields = alone.get(next(iter(judged)), {}) if len(judged) == 1 else {}

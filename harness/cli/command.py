@@ -65,6 +65,21 @@ class CliSession:
     json_asked: bool | None = None  # on stdout, by the words of the command; None before them
 
 
+# What the program says without any argument.
+USAGE = """\
+degarble finds which layer and which component of a low-precision model run went wrong, and why.
+
+  degarble doctor CKPT                                a checkpoint's folder
+  degarble doctor CKPT --engine "vllm serve CKPT"     the checkpoint and the engine that serves it
+  degarble doctor http://HOST:PORT                    a running server
+  degarble doctor CAPTURE                             a recorded run
+  degarble doctor KERNEL.safetensors                  a kernel's operands and output
+  degarble demo                                       a planted fault, found and named
+
+degarble --help lists every command.
+"""
+
+
 class Group(TyperGroup):
     """A group that refuses a missing or unknown command in our words."""
 
@@ -81,7 +96,7 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; the group alone shows what there is."""
         if not ctx._protected_args and not ctx.args:  # noqa: SLF001  what is left to run
-            sys.stdout.write(f"{ctx.get_help()}\n")
+            sys.stdout.write(USAGE if ctx.parent is None else f"{ctx.get_help()}\n")
             raise typer.Exit
         return super().invoke(ctx)
 

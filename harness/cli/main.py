@@ -25,7 +25,15 @@ from degarble.harness.cli.command import (
     asks_for_json,
     dispatch,
 )
-from degarble.harness.cli.commands import checkpoints, history, inference, judging, museum, probing
+from degarble.harness.cli.commands import (
+    checkpoints,
+    doctor,
+    history,
+    inference,
+    judging,
+    museum,
+    probing,
+)
 from degarble.harness.cli.imports import EXIT_INTERRUPTED, INTERRUPTED_MESSAGE, interruptible
 from degarble.harness.cli.terminal import Environment, Terminal, tell_crash, tell_refusal
 
@@ -66,6 +74,7 @@ def _read_globals(
 
 
 for add in (  # in the order of the help
+    doctor.add,
     museum.add_demo,
     judging.add,
     checkpoints.add_audit,

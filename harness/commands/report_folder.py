@@ -67,7 +67,7 @@ def with_earlier_panels(page: Page, record: Path) -> Page:
     sentence = f"{page.sentence} But {worst.kind}, run earlier: {worst.sentence}"
     replaced = len(kept) < len(earlier.panels)
     findings = page.findings if replaced else (*page.findings, *earlier.findings)
-    return replace(page, verdict=worst.verdict, sentence=sentence, findings=findings)
+    return replace(page, verdict=worst.verdict, word="", sentence=sentence, findings=findings)
 
 
 def _severity(judged: Page | Panel) -> int:

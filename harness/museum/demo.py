@@ -28,7 +28,7 @@ from degarble.harness.museum.cases import ModelKey, MuseumModel, prepare
 from degarble.harness.report.number_text import number
 from degarble.harness.report.page import Subject
 from degarble.harness.report.replay_record import PromptTexts, TextRecord
-from degarble.harness.report.verdict import Verdict
+from degarble.harness.report.verdict import TOOL_WORKS, Verdict
 from degarble.references import tiny
 
 if TYPE_CHECKING:
@@ -283,7 +283,11 @@ def demo_result(demonstration: Demonstration, provenance: Provenance) -> tuple[P
         _facts(demonstration), (_healthy(demonstration), _planted(demonstration)),
     )  # fmt: skip
     subject = Subject("tiny V4, nvfp4-full", "Demonstration", demonstration.model.identity)
-    return check_page(subject, provenance, record, origins, _texts(demonstration)), record
+    page = check_page(subject, provenance, record, origins, _texts(demonstration))
+    if demonstration.holds:
+        # The page shows a fault that was wanted: what it says of the tool stands first.
+        page = replace(page, verdict=Verdict.AGREES, word=TOOL_WORKS)
+    return page, record
 
 
 def _lead(demonstration: Demonstration) -> str:

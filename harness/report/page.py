@@ -11,7 +11,7 @@ import os
 import platform
 import types
 import typing
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
 from functools import cache
@@ -85,17 +85,21 @@ class PageFinding:
 
 @dataclass(frozen=True)
 class Panel:
-    """One part of the page. Without a verdict it did not run, and `sentence` says why."""
+    """One part of the page. Without a verdict it did not run, and `sentence` says why.
+
+    `word` is shown in the place of the verdict's own.
+    """
 
     kind: PanelKind
     sentence: str
     verdict: Verdict | None = None
     blocks: tuple[Block, ...] = ()
+    word: str = field(default="", metadata={LATER: True})
 
 
 @dataclass(frozen=True)
 class Page:
-    """All that is known about one checkpoint."""
+    """All that is known about one checkpoint. `word`: as of a panel."""
 
     subject: Subject
     provenance: Provenance
@@ -103,6 +107,7 @@ class Page:
     sentence: str
     findings: tuple[PageFinding, ...] = ()
     panels: tuple[Panel, ...] = ()
+    word: str = field(default="", metadata={LATER: True})
 
     def __post_init__(self) -> None:
         kinds = [panel.kind for panel in self.panels]

@@ -56,6 +56,10 @@ SEVERITY = (
 )
 
 
+# What is shown in the place of AGREES where nothing was compared with anything.
+NO_ERRORS = "NO ERRORS FOUND"
+TOOL_WORKS = "THE TOOL WORKS"  # what the demonstration says of itself
+
 LATER = "later"  # marks a field that pages of the first version lack
 
 

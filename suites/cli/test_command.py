@@ -239,7 +239,14 @@ def test_the_words_of_a_command_to_bisect_are_its_own(capsys: pytest.CaptureFixt
     assert "--good and --bad" in result.err
 
 
-@pytest.mark.parametrize("words", [[], ["faults"], ["history"]])
+def test_the_program_alone_says_what_to_type_first(capsys: pytest.CaptureFixture[str]) -> None:
+    result = call(capsys)
+    assert (result.status, result.err) == (0, "")
+    assert "degarble doctor CKPT --engine" in result.out
+    assert len(result.out.splitlines()) < 12
+
+
+@pytest.mark.parametrize("words", [["faults"], ["history"]])
 def test_a_group_alone_shows_what_there_is(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

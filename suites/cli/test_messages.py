@@ -14,7 +14,18 @@ if TYPE_CHECKING:
 
 COMMANDS = [
     "",
-    *("demo", "capture", "check", "compare", "audit", "quantise", "convert", "generate", "serve"),
+    *(
+        "doctor",
+        "demo",
+        "capture",
+        "check",
+        "compare",
+        "audit",
+        "quantise",
+        "convert",
+        "generate",
+        "serve",
+    ),
     *("faults", "faults list", "faults run"),
     *(
         "history",

@@ -23,7 +23,7 @@ KINDS = ("added", "changed", "fixed", "removed", "security")
 # The contract: scripts rely on these names.
 CONTRACT = {
     *("demo", "capture", "check", "compare", "audit", "quantise", "convert", "generate"),
-    *("serve", "faults", "history", "import", "bisect", "probe"),
+    *("serve", "faults", "history", "import", "bisect", "probe", "doctor"),
 }
 
 

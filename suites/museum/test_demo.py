@@ -14,7 +14,7 @@ from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS
 from degarble.harness.museum import demo
 from degarble.harness.museum.demo import demo_fault, demo_result, plant
 from degarble.harness.report.page import PanelKind
-from degarble.harness.report.verdict import Verdict
+from degarble.harness.report.verdict import TOOL_WORKS, Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
 from degarble.reports.page_text import page_text
 from degarble.suites.museum.demo_cases import PROVENANCE, story_told, whole_story
@@ -94,7 +94,8 @@ def default_page() -> Page:
 
 def test_the_default_page_names_the_planted_fault() -> None:
     page = default_page()
-    assert page.verdict is Verdict.DIFFERS
+    assert (page.verdict, page.word) == (Verdict.AGREES, TOOL_WORKS)
+    assert {panel.verdict for panel in page.panels} >= {Verdict.DIFFERS}
     assert page.sentence == (
         "The healthy run agrees; the fault planted on purpose is found and named. "
         "Layer 3, ffn.experts.w2: The two nibbles of every byte are swapped."

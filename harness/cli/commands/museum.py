@@ -269,7 +269,7 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
         run_demo,
     )
     from degarble.harness.report.page import provenance  # noqa: PLC0415
-    from degarble.reports.page_text import page_text  # noqa: PLC0415
+    from degarble.reports.page_text import page_text, verdict_line  # noqa: PLC0415
 
     fault = demo_fault(options.fault)
     folder = usable_folder("--out", options.out)
@@ -280,6 +280,9 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
     path = write_check_page(folder, page, record)
     terminal.say(page_text(page, width=terminal.width, colour=terminal.colour))
     terminal.say(f"Open the report: {visible(str(path))}")
+    if demonstration.holds:
+        sentence = "The healthy run agrees, and the planted fault is found: that page shows it."
+        terminal.say(verdict_line(page.verdict, sentence, page.word))
     terminal.emit(_document(demonstration, page, record, path))
     return EXIT_AGREES if demonstration.holds else EXIT_DIFFERS
 
@@ -288,7 +291,8 @@ def _document(
     demonstration: "Demonstration", page: "Page", record: "ReplayRecord", path: Path
 ) -> dict[str, object]:
     return {
-        "verdict": page.verdict,
+        "verdict": demonstration.sick.localised.verdict,
+        "headline": page.word or page.verdict,
         "holds": demonstration.holds,
         "healthy": demonstration.healthy.localised.verdict,
         "planted": {

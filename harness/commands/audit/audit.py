@@ -29,7 +29,7 @@ from degarble.harness.checkpoint.audit.structure.structure import audit_structur
 from degarble.harness.checkpoint.read.types import ProblemKind, shown
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.report.progress import Progress, duration, size
-from degarble.harness.report.verdict import Verdict
+from degarble.harness.report.verdict import NO_ERRORS, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -189,6 +189,12 @@ class Audit:
     def verdict(self) -> Verdict:
         """Return DIFFERS if there is any error, else AGREES."""
         return Verdict.DIFFERS if self.counts[Level.ERROR] else Verdict.AGREES
+
+    @property
+    def headline(self) -> str:
+        """Return the word to show: AGREES only where weights were compared with a reference."""
+        agrees = self.verdict is Verdict.AGREES
+        return NO_ERRORS if agrees and self.comparison is None else self.verdict
 
     @property
     def sentence(self) -> str:

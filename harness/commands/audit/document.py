@@ -240,6 +240,7 @@ def audit_document(audit: Audit, command: str) -> dict[str, Any]:
     about = audit.subject
     return {
         "verdict": audit.verdict,
+        "headline": audit.headline,
         "origins": list(islice(_origins(audit, command), MOST_ORIGINS)),
         "cosines": [] if audit.comparison is None else cosines(audit.comparison),
         "sentence": audit.sentence,

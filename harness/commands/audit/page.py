@@ -325,6 +325,7 @@ def audit_page(audit: Audit, provenance: Provenance) -> Page:
             _first_screen(rule, provenance.command) for rule in by_rule(errors)[:_FIRST]
         ),
         panels=(audit_panel(audit),),
+        word=audit.headline,
     )
 
 
@@ -338,7 +339,7 @@ def audit_panel(audit: Audit) -> Panel:
         *loader_blocks(audit),
         *weight_blocks(audit),
     ]
-    return Panel(PanelKind.AUDIT, audit.sentence, audit.verdict, tuple(blocks))
+    return Panel(PanelKind.AUDIT, audit.sentence, audit.verdict, tuple(blocks), audit.headline)
 
 
 def _first_screen(broken: BrokenRule, command: str) -> PageFinding:

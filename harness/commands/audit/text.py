@@ -51,7 +51,7 @@ def audit_text(audit: Audit, *, width: int = 100, colour: bool = False) -> str:
 def _lines(audit: Audit, width: int) -> Iterator[Text]:
     about = audit.subject
     head = textwrap.wrap(visible(audit.sentence), width - 12) or [""]
-    yield Text.assemble(badge(audit.verdict), "  ", Text(head[0], "bold"))
+    yield Text.assemble(badge(audit.verdict, audit.headline), "  ", Text(head[0], "bold"))
     for line in head[1:]:
         yield Text(f"  {line}", "bold")
     files = places(about.shards, "file")

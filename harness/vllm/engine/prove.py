@@ -70,8 +70,6 @@ SERVERS = (
     ServerCase("ranks-exchanged", "experts", plant="w2", ranks=2, refused="experts after loading"),
 )  # fmt: skip
 _RECORDED = re.compile(r"Capturing CUDA graphs \(([^)]*)\)")
-_ENDS = re.compile(r"(?=\b(?:\w+\.)*\w+(?:Error|Mismatch|Argument|Name|Dependency|Device): )")
-_ABOVE = "See root cause above"  # a process that tells of another one
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def one(place: ProofPaths, case: ServerCase, port: int) -> list[StepOutcome]:
         if case.refused:
             return [refusal(case, server, up=up)]
         if not up:
-            return [StepOutcome("start", False, last_words(server.log_text()))]
+            return [StepOutcome("start", False, f"never answered: {server.last_words()}")]
         told = Answers.read(place.prepared / f"{case.checkpoint}.json")
         session = EngineSession(caller, told, checkpoint, captures, out, case.blamed)
         outcomes = [begun]
@@ -144,12 +142,6 @@ def graphs(log: str) -> StepOutcome:
     kinds = sorted(set(_RECORDED.findall(log)))
     ended = bool(kinds) and "Graph capturing finished" in log
     return StepOutcome("graphs", ended, f"recorded: {'; '.join(kinds) or 'none'}")
-
-
-def last_words(log: str) -> str:
-    """Return the line of a log that says why it ended."""
-    lines = [each for each in log.splitlines() if _ENDS.search(each) and _ABOVE not in each]
-    return f"never answered: {_ENDS.split(lines[-1], 1)[-1][:300] if lines else log[-300:]}"
 
 
 def lacking(checkpoint: Path, folder: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODEL = "small"
+LOCAL = "127.0.0.1"
 CONTEXT, BATCH, SEQUENCES = 2048, 512, 64  # prompts beyond BATCH come in chunks
 # Nothing is fetched, told or probed; vLLM's sampler of FlashInfer needs a compiler run of its own.
 # Trap: sums over GPUs by NVLink multicast can hang a host whose GPUs are shared.
@@ -39,6 +41,8 @@ QUIET = {
 # A server of the proof asks for no key, and is reached from this machine alone.
 _OF_THE_CALLER = ("VLLM_API_KEY", vllm_capture.TOKEN_VARIABLE)
 _OPEN: set[int] = set()  # groups of servers that run
+_ENDS = re.compile(r"(?=\b(?:\w+\.)*\w+(?:Error|Mismatch|Argument|Name|Dependency|Device): )")
+_ABOVE = "See root cause above"  # a process that tells of another one
 _GRACE = 5.0  # seconds between asking a server to end and ending it
 
 
@@ -91,18 +95,21 @@ class HttpReply(NamedTuple):
 
 @dataclass(frozen=True)
 class Caller:
-    """Requests to a port of this machine."""
+    """Requests to a server, by default one of this machine."""
 
     port: int
     model: str = MODEL
+    host: str = LOCAL
+    token: str | None = None
 
     def call(
         self, path: str, body: object = None, method: str = "", request: str = "", wait: float = 90
     ) -> HttpReply:
         """Ask once. `request`: the id that a capture knows it by."""
         head = {"content-type": "application/json"} | ({"x-request-id": request} if request else {})
+        head |= {"authorization": f"Bearer {self.token}"} if self.token else {}
         data = None if body is None else json.dumps(body)
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=wait)
+        link = http.client.HTTPConnection(self.host, self.port, timeout=wait)
         try:
             link.request(method or ("GET" if body is None else "POST"), path, data, head)
             answer = link.getresponse()
@@ -168,6 +175,12 @@ class RunningServer:
     def log_text(self) -> str:
         """Return its log so far."""
         return self.path.read_text(encoding="utf-8", errors="replace")
+
+    def last_words(self) -> str:
+        """Return the line of its log that says why it ended."""
+        log = self.log_text()
+        lines = [each for each in log.splitlines() if _ENDS.search(each) and _ABOVE not in each]
+        return _ENDS.split(lines[-1], maxsplit=1)[-1][:300] if lines else log[-300:]
 
 
 def end_all() -> None:

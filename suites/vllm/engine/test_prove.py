@@ -108,17 +108,6 @@ def test_recorded_graphs_are_read_from_the_log(log: str, passed: bool, told: str
     assert prove.graphs(log)[1:] == (passed, f"recorded: {told}")
 
 
-def test_the_cause_of_an_end_is_reported_and_not_its_messenger() -> None:
-    log = (
-        "(Worker) ERROR degarble.harness.base.errors.LayoutMismatch: loader proof = 'x'\n"
-        "(API) RuntimeError: Engine core initialization failed. See root cause above.\nwarned\n"
-    )
-    assert prove.last_words(log) == (
-        "never answered: degarble.harness.base.errors.LayoutMismatch: loader proof = 'x'"
-    )
-    assert prove.last_words("killed") == "never answered: killed"
-
-
 def test_a_tensor_is_left_out_of_a_copy(tmp_path: Path) -> None:
     made = tmp_path / "ck"
     made.mkdir()

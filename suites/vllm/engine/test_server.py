@@ -112,6 +112,20 @@ def test_a_server_is_waited_for_and_ended(tmp_path: Path) -> None:
     assert running.process.poll() is not None
 
 
+def test_the_cause_of_an_end_is_reported_and_not_its_messenger(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with RunningServer([sys.executable, "-c", ""], os.environ, log) as running:
+        running.process.wait()
+        log.write_text(
+            "(Worker) ERROR degarble.harness.base.errors.LayoutMismatch: loader proof = 'x'\n"
+            "(API) RuntimeError: Engine core initialization failed. See root cause above.\nwarned\n"
+        )
+        cause = "degarble.harness.base.errors.LayoutMismatch: loader proof = 'x'"
+        assert running.last_words() == cause
+        log.write_text("killed")
+        assert running.last_words() == "killed"
+
+
 def test_a_server_that_ends_is_not_waited_for(tmp_path: Path) -> None:
     with RunningServer([sys.executable, "-c", "print('no'); raise SystemExit(3)"], os.environ,
                  tmp_path / "log") as running:  # fmt: skip
