@@ -5,6 +5,7 @@ ARG BASE=vllm/vllm-openai:v0.33.0
 FROM ${BASE} AS build
 WORKDIR /build
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
+COPY .types .types
 COPY harness harness
 COPY references references
 COPY kernels kernels

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -31,6 +31,7 @@ from degarble.harness.engine.diagnose.judge.judge import Setting, judge
 from degarble.harness.engine.diagnose.judge.modules import CheckedModules, Twin, check_modules
 from degarble.harness.engine.diagnose.judge.report import JudgedKernel
 from degarble.harness.formats.number_formats import NVFP4
+from degarble.harness.formats.operands import fp8, mxfp4, mxfp8, nvfp4
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict
@@ -54,13 +55,41 @@ __all__ = (
     "capture",
     "check",
     "dequantise",
+    "fp8",
     "judge",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
     "quantise",
 )
 
 # Names of the first versions, which stay valid.
 Checked = CheckedModules
 Place = ModulePlace
+
+
+@overload
+def capture(
+    model: torch.nn.Module,
+    *arguments: Any,
+    places: Iterable[ModulePlace] | None = None,
+    components: str | None = None,
+    folder: None = None,
+    label: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> MemoryRun: ...
+
+
+@overload
+def capture(
+    model: torch.nn.Module,
+    *arguments: Any,
+    places: Iterable[ModulePlace] | None = None,
+    components: str | None = None,
+    folder: Path | str,
+    label: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Capture: ...
 
 
 def capture(
@@ -79,6 +108,12 @@ def capture(
     A folder also keeps a hash of the weights that ran, `label`, which comparisons show, and `facts`
     of your own (values that JSON has). `facts["conventions"]` says what the model's arithmetic
     follows (docs/checking.md), if check is not to learn it.
+
+    >>> import torch
+    >>> from degarble import capture
+    >>> run = capture(torch.nn.Sequential(torch.nn.Linear(8, 4)), torch.ones(3, 8))
+    >>> [call.component for call in run.calls]
+    ['m0']
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
@@ -150,6 +185,12 @@ def check(
     `conventions` of the run go before those that it states itself;
     `partial`: judge also what there is of a capture whose run was killed; `faults`: a folder of
     adopted faults, which are searched as well.
+
+    >>> import torch
+    >>> from degarble import capture, check
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False))
+    >>> str(check(capture(model, torch.ones(3, 8)), {"m0": model[0].weight.detach()}).verdict)
+    'AGREES'
     """
     if isinstance(run, (str, Path)):
         run = Capture.open(Path(run))

@@ -52,6 +52,10 @@ class ModulePlace:
 
     `inputs`: of the first module, argument to name. `outputs`: (which module, which of the tensors
     that it returns) to name; tensors of one name lie side by side.
+
+    >>> from degarble import ModulePlace
+    >>> ModulePlace("layers.0.mlp", ("model.layers.0.mlp.up", "model.layers.0.mlp.down")).component
+    'layers.0.mlp'
     """
 
     component: str

@@ -467,6 +467,11 @@ def quantise(
 
     The tensor scale follows from `amax` (default: of all values), or is given in one direction:
     one number, or one per leading index. It is stored in the direction that the dialect stores.
+
+    >>> import torch
+    >>> from degarble import NVFP4, quantise
+    >>> quantise(torch.ones(2, 16), NVFP4)
+    QuantisedTensor(NVFP4 (2, 16), canonical, linear, decode, low_even)
     """
     _require_records(format, dialect)
     rule = dialect.rule_for(format)
@@ -503,7 +508,13 @@ def quantise(
 
 
 def dequantise(tensor: QuantisedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values [..., M, K] that the codes stand for, as `dtype`."""
+    """Return the values [..., M, K] that the codes stand for, as `dtype`.
+
+    >>> import torch
+    >>> from degarble import NVFP4, dequantise, quantise
+    >>> dequantise(quantise(torch.tensor([[0.1] * 8 + [1.2] * 8]), NVFP4)).unique().tolist()
+    [0.10000000149011612, 1.2000000476837158]
+    """
     if not isinstance(tensor, QuantisedTensor):
         raise InvalidArgument(
             "tensor to decode",

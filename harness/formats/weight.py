@@ -61,6 +61,11 @@ class Weight:
     what a plain input is multiplied by. `without_factors` is the weight for one that has them.
     `from_codes` says that a value was decoded. `zero_point` and `group_index` are those of
     QuantisedTensor.
+
+    >>> import torch
+    >>> from degarble import NVFP4, Weight, quantise
+    >>> Weight.of(quantise(torch.ones(2, 16), NVFP4)).values(torch.bfloat16).shape
+    torch.Size([2, 16])
     """
 
     value: Tensor | None = None

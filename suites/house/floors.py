@@ -77,6 +77,8 @@ UNITS: Mapping[str, Unit] = {
 
 def unit_of(module: str) -> str | None:
     """Name the unit of a module: degarble.harness.formats.codec belongs to formats."""
+    if module == "degarble":
+        return "api"  # the root package gives the names of the surface
     parts = module.removeprefix("degarble.").removeprefix("harness.").split(".")
     names = (".".join(parts[:2]), parts[0])
     return next((name for name in names if name in UNITS), None)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+ROOT_PACKAGE = ROOT / ".types" / "degarble"  # degarble itself, beside links to the five folders
 FOLDERS = ("harness", "references", "kernels", "suites", "reports")
 TOP_FILES = (
     "conftest.py",
@@ -43,9 +44,10 @@ def package_files() -> tuple[Path, ...]:
 
 @cache
 def modules() -> tuple[Path, ...]:
-    """Every Python file of the five folders, and the root conftest.py."""
+    """Every Python file of the five folders, the root package and the root conftest.py."""
     return (
         *(path for path in package_files() if path.suffix == ".py"),
+        ROOT_PACKAGE / "__init__.py",
         ROOT / "conftest.py",
     )
 
@@ -72,6 +74,8 @@ def tree(path: Path) -> ast.Module:
 
 def name_of(path: Path) -> str:
     """Return a file's import name: harness/formats/codec.py is degarble.harness.formats.codec."""
+    if path.parent == ROOT_PACKAGE:
+        return "degarble"
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     if parts == ["conftest"]:
         return "conftest"

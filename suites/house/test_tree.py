@@ -9,7 +9,14 @@ from collections import Counter
 from itertools import chain
 
 from degarble.harness.base import errors
-from degarble.suites.house.repository import FOLDERS, ROOT, modules, shown, tree
+from degarble.suites.house.repository import (
+    FOLDERS,
+    ROOT,
+    ROOT_PACKAGE,
+    modules,
+    shown,
+    tree,
+)
 
 # Folders of suites that stand for themselves.
 ALONE = ("house", "bench", "campaigns", "golden", "mutation", "nights", "real", "support")
@@ -24,7 +31,11 @@ def test_top_folders_are_namespaces() -> None:
 
 
 def test_subfolders_with_modules_are_packages_with_a_docstring_only() -> None:
-    folders = {path.parent for path in modules()} - {ROOT, *(ROOT / f for f in FOLDERS)}
+    folders = {path.parent for path in modules()} - {
+        ROOT,
+        ROOT_PACKAGE,
+        *(ROOT / f for f in FOLDERS),
+    }
     for folder in folders - set((ROOT / "suites").rglob("*")):
         package = tree(folder / "__init__.py")
         assert len(package.body) == 1, folder
@@ -37,7 +48,10 @@ def test_folders_of_suites_are_no_packages() -> None:
 
 
 def test_link_tree_leads_type_checkers_to_the_folders() -> None:
-    links = {path.name: path for path in (ROOT / ".types" / "degarble").iterdir()}
+    """Files besides the links are those of the root package, which the wheel takes from here."""
+    found = {path.name: path for path in ROOT_PACKAGE.iterdir() if path.name != "__pycache__"}
+    links = {name: path for name, path in found.items() if name in FOLDERS}
+    assert found.keys() - links.keys() == {"__init__.py", "py.typed"}
     assert set(links) == set(FOLDERS)
     for name, link in links.items():
         assert link.is_symlink(), name

@@ -10,7 +10,7 @@ from email.parser import Parser
 from typing import TYPE_CHECKING
 from zipfile import ZipFile
 
-from degarble.suites.house.repository import FOLDERS, ROOT, package_files, shown
+from degarble.suites.house.repository import FOLDERS, ROOT, ROOT_PACKAGE, package_files, shown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +24,8 @@ def copied(destination: Path) -> None:
     unwanted = shutil.ignore_patterns("__pycache__", "*.pyc")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, destination / folder, ignore=unwanted)
+    types = ROOT_PACKAGE.relative_to(ROOT)
+    shutil.copytree(ROOT_PACKAGE, destination / types, symlinks=True, ignore=unwanted)
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, destination / name)
 
@@ -33,7 +35,7 @@ def test_wheel_contents_equal_the_folders(tmp_path: Path) -> None:
     planted = tmp_path / PLANTED
     planted.parent.mkdir()
     planted.write_text('"""In a folder that pyproject.toml does not list."""\n')
-    before = {shown(path) for path in package_files()}
+    before = {shown(path) for path in package_files()} | {"__init__.py", "py.typed"}
     done = subprocess.run(
         [sys.executable, "-c", BUILD], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -57,6 +59,6 @@ def test_every_folder_with_files_is_listed() -> None:
     listed = set(project["tool"]["setuptools"]["packages"])
     folders = {path.parent for path in package_files()}
     wanted = {".".join(["degarble", *folder.relative_to(ROOT).parts]) for folder in folders}
-    wanted |= {f"degarble.{folder}" for folder in FOLDERS}
+    wanted |= {"degarble", *(f"degarble.{folder}" for folder in FOLDERS)}
     assert sorted(listed) == sorted(wanted)
     assert list(listed) == list(dict.fromkeys(listed))

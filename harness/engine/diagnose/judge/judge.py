@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
     from degarble.references.binding import BoundModel
+
+    Operand = Tensor | QuantisedTensor | Weight
 
 
 # --------------------------------------------------------------------------------------------------
@@ -255,6 +257,12 @@ class Setting:
     arrive as codes; `epsilon` belongs to a norm; `limit` is the clamp of a SwiGLU; `conventions`
     are what the kernel follows where correct implementations differ (docs/checking.md). `faults` is
     a folder of adopted faults, which are searched as well.
+
+    >>> import torch
+    >>> from degarble import Setting, judge
+    >>> x, weight = torch.ones(2, 8), torch.ones(8)
+    >>> bool(judge("rmsnorm", x, weight, x / (1 + 1e-5) ** 0.5, setting=Setting(epsilon=1e-5)))
+    True
     """
 
     config: Config | None = None
@@ -285,8 +293,43 @@ class Setting:
                 )
 
 
+@overload
 def judge(
-    component: Any,
+    component: Literal["gemm"],
+    inputs: Operand | Mapping[str, Any],
+    weights: Operand | Mapping[str, Any],
+    output: Tensor,
+    *,
+    reference: Tensor | Mapping[str, Tensor] | None = None,
+    setting: Setting | None = None,
+) -> JudgedKernel: ...
+
+
+@overload
+def judge(
+    component: Literal["quantise_nvfp4"],
+    inputs: Tensor | Mapping[str, Tensor],
+    weights: None,
+    output: QuantisedTensor,
+    *,
+    setting: Setting | None = None,
+) -> JudgedKernel: ...
+
+
+@overload
+def judge(
+    component: str | Callable[..., Any],
+    inputs: Any,
+    weights: Any,
+    output: Any,
+    *,
+    reference: Any = None,
+    setting: Setting | None = None,
+) -> JudgedKernel: ...
+
+
+def judge(
+    component: str | Callable[..., Any],
     inputs: Any,
     weights: Any,
     output: Any,
@@ -294,7 +337,15 @@ def judge(
     reference: Any = None,
     setting: Setting | None = None,
 ) -> JudgedKernel:
-    """Judge a kernel call; `reference`: unquantised operands by name, or their output."""
+    """Judge a kernel call; `reference`: unquantised operands by name, or their output.
+
+    >>> import torch
+    >>> from degarble import NVFP4, dequantise, judge, quantise
+    >>> x, w = (quantise(torch.ones(rows, 64), NVFP4) for rows in (2, 3))
+    >>> out = (dequantise(x) @ dequantise(w).T).bfloat16()  # your kernel's output
+    >>> bool(judge("gemm", x, w, out)), bool(judge("gemm", x, w, out * 2))
+    (True, False)
+    """
     how = Setting() if setting is None else setting
     if not isinstance(how, Setting):
         raise InvalidArgument("setting", type(how).__name__, "a Setting", "Name its facts.")

@@ -81,6 +81,11 @@ class Twin:
 
     A weight is a tensor, a QuantisedTensor, a Weight, or a dict of `w` and `bias`. A definition is
     a callable of the component's captured inputs, in their order.
+
+    >>> import torch
+    >>> from degarble import Twin
+    >>> Twin({"m0": torch.ones(4, 8)}, definitions={"m1": torch.nn.GELU()}).names
+    ('m0', 'm1')
     """
 
     def __init__(

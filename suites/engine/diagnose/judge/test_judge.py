@@ -239,7 +239,7 @@ def test_a_setting_that_cannot_be_is_refused(facts: dict[str, Any], told: str) -
     with pytest.raises(InvalidArgument, match=told):
         Setting(**facts)
     with pytest.raises(InvalidArgument, match="a Setting"):
-        judge("gemm", X, W, OUT, setting=facts)  # type: ignore[arg-type]
+        judge("gemm", X, W, OUT, setting=facts)  # type: ignore[call-overload]
 
 
 def test_a_sign_that_flips_in_a_tile_is_no_scale() -> None:
