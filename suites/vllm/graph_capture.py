@@ -2,13 +2,15 @@
 
     python -m degarble.suites.vllm.graph_capture OUT [--judge PYTHON] [--attention NAME]
     python -m degarble.suites.vllm.graph_capture OUT --torch
+    python -m degarble.suites.vllm.graph_capture OUT --ours
 
 Prints one line a run, and ends with status 1 if any did not hold. Every run decodes three sequences
 in graphs of four rows. Healthy runs have to agree; a fault, planted into loaded weights or only
 into what the graphs compute, has to be placed in its component alone; tokens have to be those of
 the same engine without a capture. `step` is a decoding step without a capture, `copies` one in
 graphs with copies that nobody reads, and `graph` the same of the GPU alone. OUT/graphs.json has it
-all. Needs vLLM 0.26, and transformers 5 in the environment of PYTHON; --torch needs neither vLLM.
+all. Needs vLLM 0.26, and transformers 5 in the environment of PYTHON. --torch are torch's graphs of
+a model that imitates vLLM's, --ours whole layers of V4 by our kernels; both without vLLM.
 """
 
 from __future__ import annotations
@@ -21,15 +23,26 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.backends.cutedsl.backend import CONVENTIONS
+from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
+from degarble.harness.backends.graph.decoder import Decoder, DecoderLogitsModel
 from degarble.harness.capture.capture import CaptureSettings
+from degarble.harness.capture.decoding import decoding_captured, layer_facts
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.options import CaptureRequest
+from degarble.harness.cli.values import settings_here
+from degarble.harness.inference.model import open_model
 from degarble.harness.vllm import capture as vllm_capture
 from degarble.harness.vllm.graphs import GRAPH_OPTIONS
+from degarble.references.model import Sequence as ModelSequence
+from degarble.suites.backends import cutedsl_cases
 from degarble.suites.support.graphed_engine import GraphedWorker
 from degarble.suites.vllm.any_model import (
     MEMORY,
@@ -55,6 +68,7 @@ _TIMED, _REPEATS, _REPLAYS = 64, 5, 200
 _CACHE = 256 << 20  # bytes of the KV cache: several engines share the GPU
 _TOGETHER = 5
 _COLUMNS = RUNS["columns"].blamed
+_OURS = "ours"
 TORCH_RUNS = {
     "torch healthy": LoaderRun("llama"),
     "torch columns": LoaderRun("llama", columns_turned, _COLUMNS),
@@ -204,13 +218,87 @@ def _own_runner(worker: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
+# Whole layers of V4 by our kernels
+
+
+def norm_moved(decoder: Decoder) -> None:
+    """Move the weights of a norm in layer 1 by one."""
+    weight = decoder.layers[1].attn.q_norm.weight
+    weight.copy_(weight.roll(1))
+
+
+OUR_RUNS = {
+    "ours healthy": LoaderRun(_OURS),
+    "ours norm": LoaderRun(_OURS, norm_moved, ("attn.q_norm",)),
+}
+
+
+def write_ours(out: Path) -> None:
+    """Write a small V4 in NVFP4."""
+    config = replace(cutedsl_cases.CONFIG_V4, index_n_heads=64)
+    model = cutedsl_cases.write_model(out / "written", "v4", "nvfp4-full", 5, config)
+    model.checkpoint.rename(out / _OURS)
+
+
+def capture_ours(out: Path, name: str, kernels: Any) -> dict[str, Any]:
+    """Capture steps of two sequences, of which one begins later; a third lane rests."""
+    run, place = OUR_RUNS[name], _place(out, name)
+    with open_model(out / _OURS, switches=CONVENTIONS) as model, torch.inference_mode():
+        bound, on_gpu = model.logits_model.bound, kernels.device.type == "cuda"
+        decoder = Decoder.from_model(kernels, bound, model.recipe, lanes=3, positions=192)
+        if run.plant is not None:
+            run.plant(decoder)
+        facts = layer_facts(out / _OURS, model, CaptureSettings(backend="cutedsl"))
+        facts_of_run: dict[str, Any] = {"runner": "whole layers"}
+        if on_gpu:
+            decoder.capture(speaks=False)
+            facts_of_run["before"] = _ours_timed(decoder)
+        plain = _ours_spoken(bound, decoder)
+        with decoding_captured(decoder, model.config, place, CaptureRequest(nbytes=1 << 30), facts):
+            captured = _ours_spoken(bound, decoder)
+            if on_gpu:
+                decoder.feed([None] * 3, [0] * 3)
+                facts_of_run["copies"] = _ours_timed(decoder)
+        if on_gpu:
+            facts_of_run["after"] = _ours_timed(decoder)
+        same = torch.equal(plain, captured) and torch.equal(plain, _ours_spoken(bound, decoder))
+    replayed = Capture.open(place).facts.get("replayed", [])
+    return {"replayed": len(replayed), "same": same, **facts_of_run}
+
+
+def _ours_spoken(bound: Any, decoder: Decoder) -> torch.Tensor:
+    speaker, first, second = DecoderLogitsModel(bound, decoder), ModelSequence(), ModelSequence()
+    made = []
+    for number in range(NEW_TOKENS):
+        live = [first] if number < 2 else [first, second]
+        new = [torch.tensor([9 + 3 * number + n]) for n in range(len(live))]
+        made.append(speaker.next_logits(live, new).cpu())
+    return torch.cat(made)
+
+
+def _ours_timed(decoder: Decoder) -> dict[str, float]:
+    graph = decoder._graph
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(_REPLAYS):
+        torch.cuda.CUDAGraph.replay(graph)
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begin) / _REPLAYS
+    return {"step": seconds * 1e3, "graph": seconds * 1e6}
+
+
+# --------------------------------------------------------------------------------------------------
 # All runs, and their table
+
+
+def _place(out: Path, name: str) -> Path:
+    return out / f"run-{name.replace(' ', '-')}"  # models are written beside them
 
 
 def _vllm_run(
     name: str, out: Path, attention: Sequence[str], timed: Sequence[str]
 ) -> dict[str, Any]:
-    run, place = VLLM_RUNS[name], out / name.replace(" ", "-")
+    run, place = VLLM_RUNS[name], _place(out, name)
     paths = os.pathsep.join([str(out / "plants"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
         "VLLM_PLUGINS": NAME, "PYTHONPATH": paths, "VLLM_NO_USAGE_STATS": "1",
@@ -223,7 +311,8 @@ def _vllm_run(
             env=environment, stdout=log, stderr=log, check=False,
         )  # fmt: skip
     if ran.returncode:
-        sys.stdout.write(place.with_suffix(".log").read_text()[-3000:])
+        last = place.with_suffix(".log").read_text().splitlines()[-40:]
+        sys.stdout.write("".join(f"{name}: {line[:300]}\n" for line in last))
         return {"error": f"see {place.with_suffix('.log')}", "same": False, "replayed": 0}
     found: dict[str, Any] = json.loads(place.with_suffix(".json").read_text())
     return found
@@ -231,13 +320,13 @@ def _vllm_run(
 
 def _judged(
     out: Path, judge: str, runs: dict[str, LoaderRun], found: dict[str, dict[str, Any]]
-) -> bool:
-    """Judge every capture, print a line for each, and return whether all held."""
+) -> int:
+    """Judge every capture, print a line for each, and return 1 if one did not hold."""
 
     def one(name: str) -> dict[str, Any]:
         if "error" in found[name]:
             return {"verdict": "NOT RUN", "origins": []}
-        return told(out / name.replace(" ", "-"), out / runs[name].model, judge)
+        return told(_place(out, name), out / runs[name].model, judge)
 
     with ThreadPoolExecutor(_TOGETHER) as pool:
         documents = dict(zip(found, pool.map(one, found), strict=True))
@@ -252,11 +341,12 @@ def _judged(
             "held" if held else "DID NOT HOLD", name, str(document["verdict"]), blamed,
             f"{facts['replayed']} of {NEW_TOKENS} steps replayed",
             "same tokens" if facts["same"] else "OTHER TOKENS", facts.get("runner", ""),
-            document.get("error", ""), *_times(facts),
+            str(document.get("error", "")), *_times(facts),
         ]  # fmt: skip
         sys.stdout.write(" | ".join(word for word in words if word) + "\n")
         sys.stdout.flush()
-    return every
+    (out / "graphs.json").write_text(json.dumps(found, indent=1))
+    return int(not every)
 
 
 def _times(facts: dict[str, Any]) -> Iterator[str]:
@@ -278,30 +368,37 @@ def _written(out: Path, judge: str, models: set[str]) -> None:
         list(pool.map(lambda n: subprocess.run([*line, n, str(out / n)], check=True), todo))
 
 
-def prove(
-    out: Path, judge: str, attention: Sequence[str], only: Sequence[str], *, in_torch: bool
-) -> int:
-    """Run everything; return 1 if anything did not hold."""
+def in_torch(out: Path, judge: str) -> int:
+    """Prove torch's own graphs; return 1 if anything did not hold."""
     out.mkdir(parents=True, exist_ok=True)
-    runs = TORCH_RUNS if in_torch else VLLM_RUNS
-    runs = {name: run for name, run in runs.items() if not only or name in only}
-    found: dict[str, dict[str, Any]] = {}
-    if in_torch:
-        source = write("llama", out / "llama")
-        for name in runs:
-            place = out / name.replace(" ", "-")
-            found[name] = capture_torch(out / "llama", source, place, name)
-    else:
-        entry_point(out / "plants")
-        _written(out, judge, {run.model for run in runs.values()})
-        first, *others = runs
-        found[first] = _vllm_run(first, out, attention, ("--timed",))  # alone on the GPU
-        work = partial(_vllm_run, out=out, attention=attention, timed=())
-        with ThreadPoolExecutor(_TOGETHER) as pool:
-            found |= dict(zip(others, pool.map(work, others), strict=True))
-    every = _judged(out, judge, runs, found)
-    (out / ("torch.json" if in_torch else "graphs.json")).write_text(json.dumps(found, indent=1))
-    return int(not every)
+    source = write("llama", out / "llama")
+    found = {
+        name: capture_torch(out / "llama", source, _place(out, name), name) for name in TORCH_RUNS
+    }
+    return _judged(out, judge, TORCH_RUNS, found)
+
+
+def in_ours(out: Path, judge: str, kernels: Any = None) -> int:
+    """Prove whole layers of our kernels; return 1 if anything did not hold."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_ours(out)
+    given = kernels or KernelsOnGpu(settings_here())
+    found = {name: capture_ours(out, name, given) for name in OUR_RUNS}
+    return _judged(out, judge, OUR_RUNS, found)
+
+
+def in_vllm(out: Path, judge: str, attention: Sequence[str], only: Sequence[str]) -> int:
+    """Prove vLLM's graphs; return 1 if anything did not hold."""
+    out.mkdir(parents=True, exist_ok=True)
+    runs = {name: run for name, run in VLLM_RUNS.items() if not only or name in only}
+    entry_point(out / "plants")
+    _written(out, judge, {run.model for run in runs.values()})
+    first, *others = runs
+    found = {first: _vllm_run(first, out, attention, ("--timed",))}  # alone on the GPU
+    work = partial(_vllm_run, out=out, attention=attention, timed=())
+    with ThreadPoolExecutor(_TOGETHER) as pool:
+        found |= dict(zip(others, pool.map(work, others), strict=True))
+    return _judged(out, judge, runs, found)
 
 
 def main() -> int:
@@ -312,6 +409,7 @@ def main() -> int:
     parser.add_argument("--attention", metavar="NAME", help="backend of vLLM, as TRITON_ATTN")
     parser.add_argument("--only", metavar="RUN", action="append", default=[])
     parser.add_argument("--torch", action="store_true", help="torch's graphs alone, without vLLM")
+    parser.add_argument("--ours", action="store_true", help="our kernels' graphs, without vLLM")
     parser.add_argument("--timed", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--capture", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -320,7 +418,10 @@ def main() -> int:
         capture_in_vllm(checkpoint, folder, asked.attention, timed=asked.timed)
         return 0
     attention = ("--attention", asked.attention) if asked.attention else ()
-    return prove(asked.out.resolve(), asked.judge, attention, asked.only, in_torch=asked.torch)
+    out = asked.out.resolve()
+    if asked.torch or asked.ours:
+        return in_torch(out, asked.judge) if asked.torch else in_ours(out, asked.judge)
+    return in_vllm(out, asked.judge, attention, asked.only)
 
 
 if __name__ == "__main__":

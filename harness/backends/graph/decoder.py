@@ -11,6 +11,7 @@ Shape letters: B rows, S streams, D hidden, V vocabulary, T new tokens.
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from degarble.kernels.rows.problem import EmbedProblem
 from degarble.kernels.runtime.targets import SM90A
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from collections.abc import Sequence as Many
 
     from torch import Tensor
@@ -164,6 +165,16 @@ class Decoder:
         if self.prompts is not None:
             self.prompts.capture(speaks=False)  # only a prompt's last token needs the head
 
+    @contextmanager
+    def recaptured(self) -> Iterator[None]:
+        """Capture the step anew, without the head, and take the first graph again on leaving."""
+        first = self._graph, self._made
+        self.capture(speaks=False)
+        try:
+            yield
+        finally:
+            self._graph, self._made = first
+
     def run(self) -> tuple[Tensor, Tensor]:
         """Run a step: replay the graph, which overwrites the previous results, or run eagerly."""
         if self._graph is None:
@@ -220,14 +231,14 @@ class DecoderLogitsModel(LogitsModel):
 
     def __init__(self, bound: BoundModel, decoder: Decoder) -> None:
         super().__init__(bound)
-        self._decoder = decoder
+        self.decoder = decoder
         self._lanes: dict[int, int] = {}  # of sequences, the one that spoke last at the end
         self._free = list(range(decoder.stepping.room.lanes))[::-1]
 
     @property
     def context(self) -> int:
         """Return how many positions the memory has room for."""
-        return min(super().context, self._decoder.stepping.room.positions)
+        return min(super().context, self.decoder.stepping.room.positions)
 
     @torch.inference_mode()
     def hidden(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
@@ -237,7 +248,7 @@ class DecoderLogitsModel(LogitsModel):
             IncomingTokens(self._lane(each, speaking), each.length, new.tolist())
             for each, new in zip(sequences, tokens, strict=True)
         ]
-        if self._decoder.prompts is None:
+        if self.decoder.prompts is None:
             self._token_by_token(coming)
         else:
             # Chosen by the sequence's own length, so that batching does not change its kernels.
@@ -259,15 +270,15 @@ class DecoderLogitsModel(LogitsModel):
                     incoming_tokens.ids[number],
                     incoming_tokens.start + number,
                 )
-            self._decoder.feed(ids, positions)
+            self.decoder.feed(ids, positions)
             # The next replay overwrites the graph's outputs.
-            made = self._decoder.run()[0].clone()
+            made = self.decoder.run()[0].clone()
             for incoming_tokens in now:
                 incoming_tokens.results.append(made[incoming_tokens.lane])
 
     def _by_pieces(self, coming: list[IncomingTokens]) -> None:
         """Fill a step's rows with consecutive tokens of any sequences."""
-        prompts = self._decoder.prompts
+        prompts = self.decoder.prompts
         assert prompts is not None, "asked where there is one"
         told = [
             (each, token, each.start + number)
@@ -291,12 +302,12 @@ class DecoderLogitsModel(LogitsModel):
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
         """Return the head's input for rows of `hidden`."""
-        return self._decoder.stepping.head_input(self._decoder.ends, hidden.contiguous())
+        return self.decoder.stepping.head_input(self.decoder.ends, hidden.contiguous())
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits for rows of `hidden`."""
-        return self._decoder.logits(hidden.contiguous())
+        return self.decoder.logits(hidden.contiguous())
 
     def _lane(self, sequence: Sequence, speaking: set[int]) -> int:
         """Return a sequence's lane; a new one may take the lane that was idle longest."""

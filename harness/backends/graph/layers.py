@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from degarble.harness.backends.graph.matrices import (
     multiply,
     widely,
 )
-from degarble.harness.backends.graph.steps import PAGE, DecoderSteps, widened
+from degarble.harness.backends.graph.steps import PAGE, STEP, DecoderSteps, widened
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.kernels.attention.problem import AttentionProblem, KeyList, QueryProblem
 from degarble.kernels.cache.problem import CHOSEN, ENTRIES, WINDOW, PoolProblem
@@ -28,11 +29,13 @@ from degarble.kernels.rows.problem import InverseRopeProblem, QNormRopeProblem, 
 from degarble.references.attention import softmax_scale
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Many
 
     from torch import Tensor
 
     from degarble.harness.backends.cutedsl.kernels import Kernels
+    from degarble.harness.backends.graph.matrices import Matrix
     from degarble.harness.backends.graph.steps import LatentMemory, LayerMemory, MemorySize
     from degarble.harness.backends.graph.weights import (
         AttentionWeights,
@@ -94,6 +97,7 @@ class V4Steps(DecoderSteps):
     ) -> Tensor:
         """Return the streams [B, S, D] after the last layer."""
         del ends
+        self.show(STEP)
         streams = embedded.reshape(self.rows, -1, embedded.shape[1])
         # Layers without an indexer see all entries: one slot list a ratio serves them all.
         seen = {w.block.ratio for w in layers if w.block.ratio and w.attn.indexer is None}
@@ -147,12 +151,30 @@ class V4Steps(DecoderSteps):
         self, weights: LayerWeights, memory: LayerMemory, lists: Lists, streams: Tensor
     ) -> Tensor:
         """Run one layer: streams [B, S, D] in and out."""
-        pre = self.mixed(weights.attn.mixing, streams, "all")
-        x = self.normed(weights.attn.norm, pre[-1])
-        streams = self.spread(self._attention(weights, memory, lists, x), streams, pre)
-        pre = self.mixed(weights.ffn.mixing, streams, "all")
-        x = self.normed(weights.ffn.norm, pre[-1])
-        return self.spread(self._ffn(weights.ffn, x), streams, pre)
+        self.prefix = weights.block.prefix
+
+        def attended(x: Tensor) -> Tensor:
+            return self._attention(weights, memory, lists, x)
+
+        streams = self._sublayer("attn", weights.attn, streams, attended)
+        return self._sublayer("ffn", weights.ffn, streams, partial(self._ffn, weights.ffn))
+
+    def _sublayer(
+        self,
+        name: str,
+        weights: AttentionWeights | FfnWeights,
+        streams: Tensor,
+        compute: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        pre = self.mixed(weights.mixing, streams, "all")
+        post, mix, x = pre
+        self.shown(f"{name}.hc_pre", streams=streams, out=x, post=post, mix=mix)
+        normed = self.normed(weights.norm, x)
+        self.shown(f"{name}.norm", x=x, out=normed)
+        made = compute(normed)
+        out = self.spread(made, streams, pre)
+        self.shown(f"{name}.hc_post", x=made, streams=streams, post=post, mix=mix, out=out)
+        return out
 
     def _ffn(self, w: FfnWeights, x: Tensor) -> Tensor:
         limit, clamped = self.config.swiglu_limit or None, self.switches.shared_expert_clamped
@@ -165,11 +187,13 @@ class V4Steps(DecoderSteps):
     ) -> Tensor:
         w, run, c = weights.attn, self.kernels.run, self.config
         table, positions = self.rope_table(weights.rope), self.lanes.positions
-        qr = self.normed(w.q_norm, multiply(self.kernels, w.wq_a, x))
-        heads = multiply(self.kernels, w.wq_b, qr).reshape(len(x), -1, WIDTH)
+        low = self._product("attn.wq_a", w.wq_a, x)
+        qr = self.normed(w.q_norm, low)
+        self.shown("attn.q_norm", x=low, out=qr)
+        heads = self._product("attn.wq_b", w.wq_b, qr).reshape(len(x), -1, WIDTH)
         of_heads = QNormRopeProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
         (q,) = run("simt_qnorm_rope", of_heads, heads=heads, turns=table, positions=positions)
-        self._write_latent(weights, memory, lists, multiply(self.kernels, w.wkv, x))
+        self._write_latent(weights, memory, lists, self._product("attn.wkv", w.wkv, x))
         near, far = KeyList(self.room.window, self.room.pages(0)), None
         more = {"window_slots": lists.window, "window_cache": memory.window}
         ratio = weights.block.ratio
@@ -180,7 +204,12 @@ class V4Steps(DecoderSteps):
             more |= {"entries_slots": slots, "entries_cache": memory.entries}
         problem = AttentionProblem(len(x), heads.shape[1], near, far, "decode")
         out = run("sm90_sparse_attention", problem, q=q, sink=w.sink, **more)[0]
-        return multiply(self.kernels, w.wo_b, self._turned_back(w, out, table))
+        return self._product("attn.wo_b", w.wo_b, self._turned_back(w, out, table))
+
+    def _product(self, role: str, matrix: Matrix, x: Tensor) -> Tensor:
+        out = multiply(self.kernels, matrix, x)
+        self.shown(role, x=x, out=out)
+        return out
 
     def _turned_back(self, w: AttentionWeights, out: Tensor, table: Tensor) -> Tensor:
         """Apply inverse RoPE and wo_a: one kernel, or more if groups are narrow."""
@@ -223,7 +252,7 @@ class V4Steps(DecoderSteps):
         assert w.compressor is not None, "a layer with a ratio compresses"
         assert memory.ring is not None, "and carries rows"
         assert memory.entries is not None, "into entries"
-        tensors = self._pooled(w.compressor, memory.ring, ratio, given[0])
+        tensors = self._pooled("attn", w.compressor, memory.ring, ratio, given[0])
         pages = self.room.pages(ratio)
         self._write_entries(weights, w.compressor, tensors, memory.entries, pages)
         if w.indexer is None:
@@ -232,13 +261,16 @@ class V4Steps(DecoderSteps):
         return self.slots(CHOSEN, chosen.shape[1], ratio, chosen)[0]
 
     def _pooled(
-        self, weights: Compressing, ring: Tensor, ratio: int, x: Tensor
+        self, part: str, weights: Compressing, ring: Tensor, ratio: int, x: Tensor
     ) -> tuple[Tensor, ...]:
         lanes, width = len(x), weights.ape.shape[1] // (ring.shape[1] // ratio)
         told, table = self.lanes, self.tables(ratio).slots
+        projected = self._projected(weights, x)
+        latent, gate = projected.chunk(2, 1)
+        self.shown(f"{part}.compressor.proj", x=x, latent=latent, gate=gate)
         return self.kernels.run(
             "simt_compressor", PoolProblem(lanes, lanes, lanes, lanes, ratio, width),
-            projected=self._projected(weights, x), ape=weights.ape, rings=ring,
+            projected=projected, ape=weights.ape, rings=ring,
             closing=told.members, owners=told.members, starts=told.positions,
             offsets=told.offsets, ring_of=told.owners, table=table,
         )  # fmt: skip
@@ -275,7 +307,8 @@ class V4Steps(DecoderSteps):
         assert memory.key_ring is not None, "and carries rows"
         self._write_keys(weights, w, (memory.keys, memory.key_ring), x)
         heads, table = w.weights.shape[0], self.rope_table(weights.rope)
-        q = multiply(self.kernels, w.wq_b, qr).reshape(len(x), heads, KEY_WIDTH)
+        product = self._product("attn.indexer.wq_b", w.wq_b, qr)
+        q = product.reshape(len(x), heads, KEY_WIDTH)
         operand = self._operand(len(x), heads, "interleaved", len(table))
         positions = self.lanes.positions
         (q,) = run("simt_indexer_operand", operand, rows=q, turns=table, positions=positions)
@@ -302,7 +335,9 @@ class V4Steps(DecoderSteps):
         """Pool, norm, rotate and transform on a temporary page, then write the lane's pages."""
         keys, ring = kept
         lanes = len(x)
-        values, positions, slots = self._pooled(w.compressor, ring, weights.block.ratio, x)
+        values, positions, slots = self._pooled(
+            "attn.indexer", w.compressor, ring, weights.block.ratio, x
+        )
         aside = Pages("bf16", PAGE, -(-lanes // PAGE), width=KEY_WIDTH)
         page = torch.empty(aside.count, aside.stride, dtype=torch.uint8, device=x.device)
         of_page = values, positions, self.lanes.places

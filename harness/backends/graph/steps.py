@@ -25,6 +25,7 @@ from degarble.kernels.rows.problem import NormProblem, ScaleProblem
 from degarble.kernels.rows.router_problem import RouterProblem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Many
 
     from torch import Tensor
@@ -207,6 +208,13 @@ class Lanes:
         self.members.copy_(lanes)
 
 
+STEP = "step"  # shown in front of a step's first layer
+
+
+def _unwatched(component: str, **tensors: Tensor) -> None:
+    """Show nobody a step's tensors."""
+
+
 class DecoderSteps(ABC):
     """Layers of one model over one memory; `rows` are tokens of a step."""
 
@@ -217,6 +225,9 @@ class DecoderSteps(ABC):
         self.switches = switches
         self.lanes = Lanes.at_rest(rows, getattr(config, "hc_mult", 1), kernels.device)
         self._of = config
+        # Told of what a step computes, by component; hooks of a capture watch it.
+        self.show: Callable[..., None] = _unwatched
+        self.prefix = ""  # of the layer that runs
         self._tables: dict[int, Tables] = {}
         self._turns: dict[Rope, Tensor] = {}
 
@@ -229,6 +240,10 @@ class DecoderSteps(ABC):
     @abstractmethod
     def head_input(self, ends: Any, hidden: Tensor) -> Tensor:
         """Return the head's input BF16 [T, D] for rows that `run_layers` returned."""
+
+    def shown(self, role: str, **tensors: Tensor) -> None:
+        """Show the tensors of a component of the layer that runs."""
+        self.show(f"{self.prefix}.{role}", **tensors)
 
     # ---- where things lie ------------------------------------------------------------------------
 
@@ -291,7 +306,10 @@ class DecoderSteps(ABC):
         )  # fmt: skip
         given = {"table": w.source, "ids": self.lanes.tokens} if table else {"bias": w.source}
         logits = widely(self.kernels, w.gate, x)
+        self.shown("ffn.gate", x=x, out=logits)
         experts, weights = self.kernels.run("simt_router", router, logits=logits, **given)
+        tokens = {"tokens": self.lanes.tokens} if table else {}
+        self.shown("ffn.topk", logits=logits, experts=experts, weights=weights, **tokens)
         counts = (c.n_routed_experts, c.num_experts_per_tok, c.n_routed_experts)
         sizes = (rows, c.hidden_size, c.moe_intermediate_size)
         problem = MoeProblem(*sizes, *counts, limit, AFTER_W2)
