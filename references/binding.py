@@ -73,6 +73,11 @@ def _rewrapped(wrapped: ComponentCall, call: ComponentCall) -> ComponentCall:
     return cast("ComponentCall", made)
 
 
+def as_they_are(weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Return weights where they are."""
+    return weights
+
+
 class BoundModel:
     """A model's components and their weights.
 
@@ -95,6 +100,8 @@ class BoundModel:
         # Of a candidate as well: components whose FP8 products a tensor core cuts so many bits
         # below the largest.
         self.fraction_bits: Mapping[str, int] = {}
+        # Weights where products are computed: see harness.inference.devices.
+        self.placed: Callable[[Mapping[str, Weight]], Mapping[str, Weight]] = as_they_are
         self.declared: Mapping[str, Any] = {}  # switches that the candidate says it computes by
         self.calls: dict[str, ComponentCall] = {}
         self._fetched: dict[str, FetchedWeights] = {}
@@ -110,7 +117,7 @@ class BoundModel:
             self.config, self.numerics.with_switches(**changes), self.weights, self.recipe
         )
         model.ranks, model.fraction_bits = self.ranks, self.fraction_bits
-        model.declared = self.declared
+        model.declared, model.placed = self.declared, self.placed
         model.calls = {
             name: _rewrapped(self.calls[name], call) if name in self.calls else call
             for name, call in model.calls.items()

@@ -284,6 +284,7 @@ def _round_magnitude(magnitude: float, negative: bool, fmt: ElementFormat, rule:
 # Elements handled at once: the int64 temporaries of one piece stay near the cache, and peak memory
 # does not grow with the tensor.
 _PIECE = 1 << 17
+_GPU_PIECE = 1 << 26  # codes that are looked up at once on a GPU
 
 _F64_MANTISSA_BITS = 52  # IEEE 754 binary64
 _F64_BIAS = 1023
@@ -332,6 +333,10 @@ def decode_array(codes: Tensor, fmt: NumberFormat) -> Tensor:
             "an integer dtype",
             "Decode bit patterns, not values; codes_of reinterprets a float tensor.",
         )
+    if _is_looked_up_on_gpu(codes) and fmt.bits <= 8:
+        if fmt.bits < 8 and codes.numel() and int(codes.max()) >= fmt.code_count:
+            return _decode_piece(codes, fmt)  # refuses
+        return _on_gpu(codes, _table(fmt))
     if _is_looked_up(codes) and fmt.bits <= 8:
         table = _table(fmt)
 
@@ -348,6 +353,9 @@ def decode_pairs(
     packed_P: Tensor, fmt: NumberFormat, order: NibbleOrder, dtype: torch.dtype
 ) -> Tensor:
     """Return the values [..., 2 P] of bytes that hold two 4-bit codes, in float32 or float64."""
+    if _is_looked_up_on_gpu(packed_P):
+        pairs_P = _on_gpu(packed_P, _pair_table(fmt, order, dtype)).view(dtype)
+        return pairs_P.reshape(*packed_P.shape[:-1], 2 * packed_P.shape[-1])
     if not _is_looked_up(packed_P):
         return decode_array(unpack_nibbles(packed_P, order), fmt).to(dtype)
     table = _pair_table(fmt, order, dtype)
@@ -402,6 +410,21 @@ def _in_pieces(source: Tensor, dtype: torch.dtype, convert: Callable[[Tensor], T
 
 def _is_looked_up(codes: Tensor) -> bool:
     return codes.dtype is torch.uint8 and codes.device.type == "cpu"
+
+
+def _is_looked_up_on_gpu(codes: Tensor) -> bool:
+    return codes.dtype is torch.uint8 and codes.device.type == "cuda"
+
+
+def _on_gpu(codes: Tensor, table: NDArray[Any]) -> Tensor:
+    """Return the entries of a table by code, in few launches: they cost more than the numbers."""
+    entries = torch.from_numpy(table).to(codes.device)
+    flat = codes.reshape(-1)
+    result = torch.empty(flat.shape, dtype=entries.dtype, device=flat.device)
+    for start in range(0, flat.numel(), _GPU_PIECE):
+        piece = slice(start, start + _GPU_PIECE)
+        torch.index_select(entries, 0, flat[piece].int(), out=result[piece])
+    return result.reshape(codes.shape)
 
 
 @cache

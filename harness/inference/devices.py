@@ -1,16 +1,24 @@
 """Run components of a bound model on a GPU: move inputs and weights there, and outputs back.
 
-Everything outside the call stays on the CPU: judging, captures and reports see no device. Held
-weights stay on the device after the first use; streamed ones are moved for one call. What a kernel
-writes into its inputs on the device is copied back, so that a recorder sees it.
+Everything outside the call stays on the CPU, but for the budgets of products, which read as many
+weights: judging, captures and reports see no device. Held weights stay on the device after the
+first use. Of streamed ones each tensor is moved when it is read, and the last ones are kept, since
+a budget reads what its component has read. What a kernel writes into its inputs on the device is
+copied back, so that a recorder sees it.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, MissingDevice
@@ -20,7 +28,7 @@ from degarble.harness.inference.weights import HeldWeight
 from degarble.references.binding import CallWrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -31,7 +39,16 @@ if TYPE_CHECKING:
 
 CPU, CUDA = "cpu", "cuda"
 _DIGITS = 5  # of a number that int() reads
-_FIELDS = ("value", "codes", "block_scale", "tensor_scale", "input_scale")
+_FIELDS = (
+    "value", "codes", "block_scale", "tensor_scale", "input_scale", "zero_point", "group_index",
+    "channel_scale",
+)  # fmt: skip
+_SMALL = 1 << 20  # bytes of a tensor that is moved as it is, and not kept
+_KEPT_SHARE = 8  # of the GPU's memory one part holds streamed weights
+_KEPT_ON_CPU = 1 << 28
+_STAGED = 1 << 22  # bytes that one thread copies at once
+_STAGES = 16
+_COPYING = 8  # threads
 
 
 class GpuLost(BaseException):
@@ -98,17 +115,23 @@ def run_on_device(bound: BoundModel, device: str) -> None:
 
 def wrap_calls(bound: BoundModel, device: torch.device) -> None:
     """Wrap every call of a model, whatever the device."""
-    held: _Held = WeakKeyDictionary()
+    place = partial(_DeviceWeights, device=device, held=WeakKeyDictionary(), recent=_Recent(device))
+    bound.placed = place
     for name, call in list(bound.calls.items()):
-        bound.calls[name] = _DeviceCall(call, device, held)
+        bound.calls[name] = _DeviceCall(call, device, place)
 
 
 class _DeviceCall(CallWrapper):
     """A call that runs on a device."""
 
-    def __init__(self, behind: ComponentCall, device: torch.device, held: _Held) -> None:
+    def __init__(
+        self,
+        behind: ComponentCall,
+        device: torch.device,
+        place: Callable[[Mapping[str, Weight]], Mapping[str, Weight]],
+    ) -> None:
         super().__init__(behind)
-        self._device, self._held = device, held
+        self._device, self._place = device, place
 
     def __call__(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
@@ -121,7 +144,7 @@ class _DeviceCall(CallWrapper):
 
     def _run(self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> dict[str, Tensor]:
         given = {name: each.to(self._device) for name, each in inputs.items()}
-        made = self.wrapped(given, _DeviceWeights(weights, self._device, self._held))
+        made = self.wrapped(given, self._place(weights))
         home = torch.device(CPU)
         for name, tensor in inputs.items():
             home = tensor.device
@@ -136,17 +159,15 @@ class _DeviceWeights(Mapping[str, Weight]):
     """The weights of a component on a device; each goes there when it is asked for."""
 
     def __init__(
-        self,
-        weights: Mapping[str, Weight],
-        device: torch.device,
-        held: _Held,
+        self, weights: Mapping[str, Weight], device: torch.device, held: _Held, recent: _Recent
     ) -> None:
-        self._weights, self._device, self._held = weights, device, held
+        self._weights, self._device = weights, device
+        self._held, self._recent = held, recent
 
     def __getitem__(self, key: str) -> Weight:
         weight = self._weights[key]
         if not isinstance(weight, HeldWeight):
-            return _moved(weight, self._device)
+            return _MovedWeight(weight, self._recent)
         found = self._held.get(weight)
         if found is None:
             found = self._held[weight] = HeldWeight.of_weight(_moved(weight, self._device))
@@ -161,8 +182,114 @@ class _DeviceWeights(Mapping[str, Weight]):
 
 def _moved(weight: Weight, device: torch.device) -> Weight:
     """Return the same record with its tensors on a device; decoding happens there."""
-    made = Weight(storage=weight.storage)
+    made = Weight(storage=weight.storage, from_codes=weight.from_codes)
     for name in _FIELDS:
         held = getattr(weight, name)
         setattr(made, name, None if held is None else held.to(device))
     return made
+
+
+class _MovedWeight(Weight):
+    """A weight whose tensors go to the device when they are read; it keeps nothing itself."""
+
+    def __init__(self, weight: Weight, recent: _Recent) -> None:
+        self._weight, self._recent = weight, recent
+        self.storage, self.from_codes, self._decoded = weight.storage, weight.from_codes, {}
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in _FIELDS:
+            return super().__getattribute__(name)
+        held = getattr(self._weight, name)
+        return None if held is None else self._recent.moved(held)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Return the values in `dtype`."""
+        value = self.value
+        return value if value is not None and value.dtype is dtype else self._decode(dtype)
+
+    def without_factors(self) -> Weight:
+        """Return the weight by which an input is multiplied that has its factors already."""
+        return _MovedWeight(replace(self._weight, channel_scale=None, _decoded={}), self._recent)
+
+
+# --------------------------------------------------------------------------------------------------
+# To a GPU: a pageable tensor is copied there by several threads, through pages that stay. CUDA's
+# own copy of such memory is that of one thread, and slower than a file in the page cache is read.
+
+
+class _Recent:
+    """The tensors that were moved last, by the memory that they were copied from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: OrderedDict[tuple[Any, ...], tuple[Tensor, Tensor]] = OrderedDict()
+        self._bytes = 0
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device."""
+        if tensor.nbytes < _SMALL or tensor.device == self._device:
+            return tensor.to(self._device)
+        # The source is kept as well: no other tensor can have its memory meanwhile.
+        version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+        key = (tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride())
+        if key in self._held:
+            self._held.move_to_end(key)
+            return self._held[key][1]
+        made = _copied(tensor, self._device)
+        self._held[key] = tensor, made
+        self._bytes += made.nbytes
+        while self._bytes > self._most and self._held:
+            self._bytes -= self._held.popitem(last=False)[1][1].nbytes
+        return made
+
+    @property
+    def _most(self) -> int:
+        if self._device.type == CPU:
+            return _KEPT_ON_CPU
+        return torch.cuda.get_device_properties(self._device).total_memory // _KEPT_SHARE
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; the copy is whole for what follows on the current stream."""
+    if device.type != CUDA or not tensor.is_contiguous() or tensor.device.type != CPU:
+        return tensor.to(device)
+    made = torch.empty_like(tensor, device=device)
+    source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor, made))
+    staging, stream = _staging(), torch.cuda.current_stream(device)
+    copies = [
+        staging.pool.submit(staging.copy, source[begin : begin + _STAGED],
+                            target[begin : begin + _STAGED], stream)
+        for begin in range(0, len(source), _STAGED)
+    ]  # fmt: skip
+    for each in copies:
+        each.result()
+    return made
+
+
+class _Staging(NamedTuple):
+    """Threads, and pinned pages with the event after which each may be written again."""
+
+    pool: ThreadPoolExecutor
+    pages: SimpleQueue[tuple[Tensor, Any]]
+
+    def copy(self, source: Tensor, target: Tensor, stream: Any) -> None:
+        """Copy bytes into a page, and let the GPU fetch it."""
+        page, event = self.pages.get()
+        if event is not None:
+            event.synchronize()
+        # numpy copies without the interpreter's lock, on this thread alone.
+        np.copyto(page[: len(source)].numpy(), source.numpy())
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            target.copy_(page[: len(source)], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        self.pages.put((page, event))
+
+
+@cache
+def _staging() -> _Staging:
+    pages: SimpleQueue[tuple[Tensor, Any]] = SimpleQueue()
+    with torch.inference_mode(mode=False):
+        for _ in range(_STAGES):
+            pages.put((torch.empty(_STAGED, dtype=torch.uint8, pin_memory=True), None))
+    return _Staging(ThreadPoolExecutor(_COPYING), pages)

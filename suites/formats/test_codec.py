@@ -700,3 +700,28 @@ def test_what_cannot_be_compared_is_refused() -> None:
         value_ulp_distance(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ShapeMismatch, match="one shape"):
         value_ulp_distance(torch.zeros(2), torch.zeros(3))
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+def test_tables_of_a_gpu_hold_what_the_definition_decodes(
+    fmt: ElementFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU looks codes up in few launches; the same look-up runs on the CPU here."""
+    codes = torch.arange(256, dtype=torch.uint8)[: fmt.code_count].repeat(3)
+    expected = decode_array(codes, fmt)
+    pairs = {
+        (order, dtype): decode_pairs(torch.arange(256, dtype=torch.uint8), fmt, order, dtype)
+        for order in NibbleOrder
+        for dtype in (torch.float32, torch.float64)
+        if fmt.bits == 4
+    }
+    monkeypatch.setattr(codec, "_is_looked_up_on_gpu", lambda codes: codes.dtype is torch.uint8)
+    monkeypatch.setattr(codec, "_GPU_PIECE", 100)
+    assert not differences(decode_array(codes, fmt), expected)
+    for (order, dtype), values in pairs.items():
+        found = decode_pairs(torch.arange(256, dtype=torch.uint8), fmt, order, dtype)
+        assert found.dtype is dtype
+        assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+    if fmt.bits < 8:
+        with pytest.raises(InvalidArgument, match="code"):
+            decode_array(torch.tensor([fmt.code_count], dtype=torch.uint8), fmt)

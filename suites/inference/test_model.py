@@ -253,6 +253,58 @@ def test_what_a_kernel_writes_into_its_inputs_there_is_written_here(
     assert torch.equal(x, torch.full((2, 3), 4.0))
 
 
+def test_streamed_weights_and_budgets_on_another_device_give_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "_SMALL", 0)
+    source = write_speaker(tmp_path / "model", "v4", "nvfp4-full")
+    capture = captured(source, tmp_path / "capture", "layers.1.attn.q_norm")
+    found = []
+    for device in (False, True):
+        with CheckRun(CheckSettings(capture, source, held_values=0)) as run:
+            if device:
+                devices.wrap_calls(run.twin, torch.device("cpu"))
+            localised = localise(run.twin, run.recipe, run.capture, run.reference)
+            found.append([(row.component.name, row.output, row.ratio) for row in localised.rows])
+    assert found[0] == found[1]
+    assert any(ratio > 0 for _, _, ratio in found[0])
+
+
+def test_what_was_moved_is_kept_until_there_is_too_much_or_it_was_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved: list[torch.Tensor] = []
+
+    def copied(tensor: torch.Tensor, _device: torch.device) -> torch.Tensor:
+        moved.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(devices, "_copied", copied)
+    monkeypatch.setattr(devices, "_SMALL", 0)
+    monkeypatch.setattr(devices, "_KEPT_ON_CPU", 100)
+    recent = devices._Recent(torch.device("cpu:0"))
+    first, second = torch.arange(10), torch.arange(10)
+    assert recent.moved(first) is recent.moved(first)
+    first.mul_(2)
+    assert torch.equal(recent.moved(first), first), "what was written since is seen"
+    assert len(moved) == 2
+    assert torch.equal(recent.moved(second), second)
+    recent.moved(first)
+    assert len(moved) == 4, "the first one had to go"
+
+
+@pytest.mark.gpu
+def test_a_copy_through_pinned_pages_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_STAGED", 1 << 16)
+    devices._staging.cache_clear()
+    for count in (1, 1 << 16, (5 << 20) + 3):
+        tensor = torch.randint(256, (count,), dtype=torch.uint8)
+        with torch.inference_mode():
+            made = devices._copied(tensor, torch.device("cuda"))
+        assert torch.equal(made.cpu(), tensor)
+    devices._staging.cache_clear()
+
+
 def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     devices.require_device("--device", "cpu")

@@ -102,12 +102,12 @@ def _copied(_call: JudgeableCall, out: Tensor) -> Budget:
 
 def _linear(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of one matrix, or of several whose outputs are concatenated."""
-    x, loose, weights = product_operand(_rows(call.x)), call.x_loose, call.weights.values()
+    x, loose, weights = product_operand(_rows(call.x)), call.x_loose, call.matrices.values()
     budget = _side_by_side(
         [_product(x, loose, _used(call, w), output_format(out)) for w in weights]
     )
     if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
-        values = torch.cat([w.values(torch.float32) for w in weights])
+        values = torch.cat([w.values(torch.float32) for w in call.weights.values()])
         budget = cut_in_steps(budget, x.rows, values, call.fraction_bits)
     budget = replace(budget, slack=budget.slack.reshape(out.shape))
     if call.ranks == 1 or call.role not in _SUMMED_OVER_RANKS:
@@ -141,13 +141,19 @@ def _used(call: JudgeableCall, weight: Weight) -> _Matrix:
 def _product(
     x: ProductOperand, x_loose: Tensor | None, w: _Matrix, output: ElementFormat
 ) -> Budget:
-    """Return the budget of one matrix; decoded numbers near a BF16 boundary may go either way."""
+    """Return the budget of one matrix; decoded numbers near a BF16 boundary may go either way.
+
+    It is computed where the matrix is, and judged on the CPU.
+    """
+    device = w.value.device
+    x = x.on(device)
     budget = summed(x, w.value, output)
+    slack = budget.slack
     if w.loose is not None:
-        budget = replace(budget, slack=budget.slack + x.rows.abs() @ w.loose.T)
+        slack = slack + x.rows.abs() @ w.loose.T
     if x_loose is not None:
-        budget = replace(budget, slack=budget.slack + x_loose @ w.value.float().abs().T)
-    return budget
+        slack = slack + x_loose.to(device) @ w.value.float().abs().T
+    return replace(budget, slack=slack.cpu())
 
 
 def _matrix(weight: Weight) -> Tensor:
@@ -162,7 +168,7 @@ def _projected(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of one of two matrices with outputs of their own: latent or gate."""
     name = next(n for n, output in call.outputs.items() if output is out)
     part = {"latent": "wkv", "gate": "wgate"}[name]
-    (weight,) = (w for n, w in call.weights.items() if n.endswith(part))
+    (weight,) = (w for n, w in call.matrices.items() if n.endswith(part))
     kept = output_format(out)
     if call.facts is not None and call.facts.numerics.switches.pooling_in_storage_dtype:
         kept = BF16  # values of BF16 in a wider tensor
@@ -171,7 +177,7 @@ def _projected(call: JudgeableCall, out: Tensor) -> Budget:
 
 def _grouped(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of a linear with one matrix for each group of heads."""
-    (weight,) = call.weights.values()
+    (weight,) = call.matrices.values()
     used, x, loose = _used(call, weight), _rows(call.x), call.x_loose
     w, groups = used.value, x.shape[1] // used.value.shape[1]
     x_loose = [None] * groups if loose is None else loose.chunk(groups, 1)
@@ -180,7 +186,7 @@ def _grouped(call: JudgeableCall, out: Tensor) -> Budget:
         for a, b, c in zip(x.chunk(groups, 1), x_loose, used.chunks(groups), strict=True)
     ]
     if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
-        parts = zip(budgets, x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
+        parts = zip(budgets, x.chunk(groups, 1), w.cpu().chunk(groups, 0), strict=True)
         budgets = [cut_in_steps(budget, a, b, call.fraction_bits) for budget, a, b in parts]
     return _side_by_side(budgets)
 
@@ -207,21 +213,21 @@ def _routed(call: JudgeableCall, out: Tensor) -> Budget:
         loose = loose[:, None].expand(per_slot.shape)
     parts = ("w2",) if call.role.endswith("w2") else ("w1", "w3")
     slack = torch.zeros(*experts.shape, out.shape[-1])
-    budgets = [exact(output_format(out), "no expert was visited")]
+    budgets, matrices = [exact(output_format(out), "no expert was visited")], call.matrices
     for number in experts[experts >= 0].unique().tolist():
         # Mask [T, K] of the slots routed to this expert.
         at = experts == number
         names = [f"ffn.experts.{number}.{part}" for part in parts]
         x_own = product_operand(per_slot[at])
         x_loose = None if loose is None else loose[at]
-        weights = [_used(call, call.weights[name]) for name in names]
+        weights = [_used(call, matrices[name]) for name in names]
         budgets.append(
             _side_by_side([_product(x_own, x_loose, w, output_format(out)) for w in weights])
         )
         if call.ranks > 1 and parts == ("w2",):
             own = per_slot[at]
             budgets[-1] = over_ranks(
-                budgets[-1], own, weights[0].value, call.ranks, on_the_way=False
+                budgets[-1], own, weights[0].value.cpu(), call.ranks, on_the_way=False
             )
         slack[at] = budgets[-1].slack
     return replace(budgets[-1], slack=slack, repeats=_most(budgets))

@@ -20,6 +20,7 @@ from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.harness.report.number_text import number
+from degarble.references.binding import as_they_are
 from degarble.references.linears import CODES, STAGE, X_LOOSE, activation_values
 from degarble.references.numerics import DecodedOperands
 from degarble.references.tensor_core import WGMMA_FP8
@@ -80,6 +81,10 @@ class ProductOperand(NamedTuple):
     rows: Tensor
     four: Tensor  # the norms |row|_4
     repeats: int  # rows at most that are equal but for sign and size
+
+    def on(self, device: torch.device) -> ProductOperand:
+        """Return it on a device."""
+        return self._replace(rows=self.rows.to(device), four=self.four.to(device))
 
 
 class MatrixParts(NamedTuple):
@@ -180,8 +185,9 @@ def _in_pieces(
     A matrix may be too large to be widened as a whole: a head takes 3.7 GB. Results are written
     into memory of their own: small tensors between large ones would keep freed memory from reuse.
     """
-    totals, means = torch.empty(2, len(x), count)
-    four, digests = torch.empty(count), torch.empty(count, dtype=torch.float64)
+    totals, means = torch.empty(2, len(x), count, device=x.device)
+    four = torch.empty(count, device=x.device)
+    digests = torch.empty(count, dtype=torch.float64, device=x.device)
     begin = 0
     for wide in parts:
         rows = slice(begin, begin := begin + len(wide))
@@ -198,7 +204,7 @@ def _partial_sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         parts = [side.reshape(len(side), CHECKPOINTS, -1).transpose(0, 1) for side in (x, w)]
         sums = torch.bmm(parts[0], parts[1].transpose(1, 2)).cumsum(0)
         return sums[-1].clone(), sums.abs_().mean(0)
-    total = torch.zeros(shape)
+    total = torch.zeros(shape, device=x.device)
     partial = torch.zeros_like(total)
     bounds = [length * part // CHECKPOINTS for part in range(CHECKPOINTS + 1)]
     for begin, end in pairwise(bounds):
@@ -208,8 +214,8 @@ def _partial_sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=16)
-def _probe(width: int) -> Tensor:
-    return torch.randn(width, generator=torch.Generator().manual_seed(0)).double()
+def _probe(width: int, device: torch.device) -> Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(0)).double().to(device)
 
 
 def _repeats(rows: Tensor) -> int:
@@ -225,7 +231,7 @@ def _digests(rows: Tensor) -> Tensor:
     wide = rows.double()
     norms = wide.norm(dim=1)
     # A fixed random projection: equal rows have equal values whatever their sign and scale.
-    found: Tensor = ((wide @ _probe(rows.shape[1])) / norms).abs()
+    found: Tensor = ((wide @ _probe(rows.shape[1], rows.device)) / norms).abs()
     return found
 
 
@@ -365,6 +371,7 @@ class JudgeableCall:
     facts: ModelFacts | None = None
     ranks: int = 1  # over which the candidate sums the outputs of linears split along K
     fraction_bits: int | None = None  # that the candidate's tensor core keeps of FP8 products
+    placed: Callable[[Mapping[str, Weight]], Mapping[str, Weight]] = as_they_are
 
     @classmethod
     def from_twin(
@@ -382,7 +389,14 @@ class JudgeableCall:
         name = next(iter(weights), None)
         form = facts.activation(name) if "codes" in inputs and name is not None else None
         bits = twin.fraction_bits.get(component)
-        return cls(what.judged_as, inputs, outputs, weights, form, facts, twin.ranks, bits)
+        return cls(
+            what.judged_as, inputs, outputs, weights, form, facts, twin.ranks, bits, twin.placed
+        )
+
+    @property
+    def matrices(self) -> Mapping[str, Weight]:
+        """Return the weights where products are computed: on the twin's device."""
+        return self.placed(self.weights)
 
     @property
     def x(self) -> Tensor:
