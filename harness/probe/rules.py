@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import UnusableServer
 from degarble.harness.probe.answers import slope
-from degarble.harness.probe.judging import ProbedCheck, ProbeFinding, ProbeLevel, compare
+from degarble.harness.probe.judging import (
+    ProbedCheck,
+    ProbeFinding,
+    ProbeLevel,
+    compare,
+    rounding_distance,
+)
 from degarble.harness.probe.paired_tests import binomial_tail
 from degarble.harness.probe.server import Ask
 
@@ -150,7 +156,7 @@ def sampling(session: Session) -> ProbedCheck:
 
 def _ask_seeds(session: Session, result: ProbedCheck) -> None:
     """Ask with the same seed twice, and with another one."""
-    other_text, kept, parted = [], 0, 0
+    other_text, kept, parted, moved = [], 0, 0, []
     for number, ask in enumerate(session.asks()):
         fields = {"temperature": 1, "top_p": 1}
         seeds = (11, 11, 12) if number < _OTHER_SEEDS else (11, 11)
@@ -161,12 +167,20 @@ def _ask_seeds(session: Session, result: ProbedCheck) -> None:
         same = list(zip(answers[0].tokens, answers[1].tokens, strict=False))
         alike = next((n for n, (a, b) in enumerate(same) if a != b), len(same))
         kept, parted = kept + alike, parted + (alike < len(same))
+        moved += compare(answers[0].positions, answers[1].positions, number).distances
         if number < _OTHER_SEEDS:
             differs = answers[0].text != answers[2].text
             other_text.append((differs, _chance_of_equal(answers[0])))
     # Rounding moves a draw over its border now and then; without the seed most draws part.
     chance = binomial_tail(parted, kept + parted, _MOVED)
-    if parted >= 3 and chance < _RARE:
+    noise, bound = median(moved) if moved else 0.0, rounding_distance("bf16")
+    if noise > bound:
+        # Where many tokens are about as likely, noise this size alone moves most draws.
+        result.notes.append(
+            f"seed: not judged; equal contexts, alone, are {noise:.2g} nats apart, and more than "
+            f"{bound:.2g} moves draws of a fixed seed."
+        )
+    elif parted >= 3 and chance < _RARE:
         result.findings.append(
             ProbeFinding(
                 "sampling", "the same seed gives other texts",

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from degarble.harness.base.errors import UnusableServer
-from degarble.harness.probe.answers import AnswerReader, Position, distance, divergence, slope
+from degarble.harness.probe.answers import (
+    Answer,
+    AnswerReader,
+    Position,
+    distance,
+    divergence,
+    slope,
+)
 from degarble.harness.probe.client import Reply
 from degarble.harness.probe.judging import (
     Cause,
@@ -20,6 +29,8 @@ from degarble.harness.probe.judging import (
     limit_of,
     rounding_distance,
 )
+from degarble.harness.probe.rules import sampling
+from degarble.harness.probe.server import Ask
 
 
 def position(token: str, **shares: float) -> Position:
@@ -140,3 +151,29 @@ def test_fp8_is_allowed_for_as_a_note_unless_the_user_says() -> None:
 def test_answers_of_another_form_are_refused(document: dict[str, object]) -> None:
     with pytest.raises(UnusableServer, match="as in OpenAI's interface"):
         AnswerReader("/v1/completions").answers(Reply(200, document))
+
+
+class SeedServer:
+    """Continues every prompt with two likely tokens; the second of two equal requests may move."""
+
+    def __init__(self, moved: float) -> None:
+        self.moved, self.asked = moved, 0
+        self.lacks: dict[str, str] = {}
+
+    def offers(self, *features: str) -> bool:
+        return features == ("seed",)
+
+    def complete(self, _ask: Ask) -> Answer:
+        self.asked += 1
+        second = self.asked % 2 == 0
+        likely = 0.5 + (self.moved / 2 if second else 0)
+        return Answer("", (position("b" if second else "a", a=likely, b=1 - likely),))
+
+
+@pytest.mark.parametrize(("moved", "found"), [(0.0, 1), (0.2, 0)])
+def test_a_seed_is_judged_where_equal_contexts_get_equal_numbers(moved: float, found: int) -> None:
+    asks = [Ask("a text", 1)] * 12
+    session: Any = SimpleNamespace(server=SeedServer(moved), asks=lambda: asks)
+    result = sampling(session)
+    assert [f.cause for f in result.findings] == ["the same seed gives other texts"] * found
+    assert len(result.notes) == 1 - found
