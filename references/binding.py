@@ -105,6 +105,7 @@ class BoundModel:
         self.declared: Mapping[str, Any] = {}  # switches that the candidate says it computes by
         self.calls: dict[str, ComponentCall] = {}
         self._fetched: dict[str, FetchedWeights] = {}
+        self.last_changed: FetchedWeights | None = None  # whose weights are kept as they were made
         self._inputs: dict[str, frozenset[str]] = {}
         self._bound_to: dict[str, tuple[Component, ModelFacts]] = {}
         # In the definition nothing is quantised, whatever the recipe says.
@@ -194,14 +195,15 @@ class BoundModel:
 class FetchedWeights(Mapping[str, "Weight"]):
     """Weights under their local names, read from the source only when a component asks.
 
-    `changed` makes of a weight what the run multiplies; the last ones made are kept.
+    `changed` makes of a weight, by its local name, what the run multiplies. What was made is kept
+    for the component that asked last.
     """
 
     def __init__(
         self,
         bound: BoundModel,
         names: Mapping[str, str],
-        changed: Callable[[Weight], Weight] | None = None,
+        changed: Callable[[str, Weight], Weight] | None = None,
     ) -> None:
         self._bound = bound
         self._names = names
@@ -212,9 +214,12 @@ class FetchedWeights(Mapping[str, "Weight"]):
         weight = self._bound.weights[self._names[key]]
         if self._changed is None:
             return weight
+        last, self._bound.last_changed = self._bound.last_changed, self
+        if last is not None and last is not self:
+            last.forget()
         known = self._made.get(key)
         if known is None or known[0] is not weight:
-            known = self._made[key] = weight, self._changed(weight)
+            known = self._made[key] = weight, self._changed(key, weight)
         return known[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -222,6 +227,10 @@ class FetchedWeights(Mapping[str, "Weight"]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def forget(self) -> None:
+        """Release what was made, each of it a whole weight."""
+        self._made.clear()
 
 
 def bind(

@@ -25,7 +25,6 @@ from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
     E4M3,
-    FP8_128X128_F32,
     FP8_128X128_UE8M0,
     FP32,
     WHOLE,
@@ -232,18 +231,14 @@ def matrix_parts(shape: tuple[int, ...], most: int = _CHUNK) -> Iterator[slice]:
 def with_powers_of_two(weight: Weight) -> Weight:
     """Return a weight in FP8 blocks quantised again, its scales rounded up to powers of two.
 
-    It stays as it is in another format, or where DeepGEMM does not take it: rows in parts of 64 and
-    columns in parts of 128.
+    It stays as it is where DeepGEMM does not take it: rows in parts of 64, columns in parts of 128.
     """
     *_, rows, columns = weight.shape if len(weight.shape) > 1 else (1, 1)
     if rows % _DEEPGEMM_ROWS or columns % STAGE or weight.channel_scale is not None:
         return weight
     if weight.is_quantised:
-        held = weight.quantised()
-        if held.format != FP8_128X128_F32:
-            return weight
-        made = quantise(dequantise(held, torch.float32), FP8_128X128_UE8M0, CANONICAL)
-        return Weight.of(made, weight.input_scale)
+        whole = dequantise(weight.quantised(), torch.float32)
+        return Weight.of(quantise(whole, FP8_128X128_UE8M0, CANONICAL), weight.input_scale)
     if weight.elements(slice(0, 1)) is None:
         return weight
 

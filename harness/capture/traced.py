@@ -71,6 +71,9 @@ class TracedRecorder:
         self._next = 0
         self._shape = (0, 0)
         self._past = 0
+        self._positions = torch.arange(0)
+        # Which columns of the batch are no padding, those of earlier calls included.
+        self._padding: Tensor | None = None
         self._wanted = _counted(self._graph)
         self._waiting: Counter[int] = Counter()
 
@@ -106,22 +109,106 @@ class TracedRecorder:
                 "input_ids", type(ids).__name__, "token ids [batch, time]",
                 "Call the model with its tokens.",
             )  # fmt: skip
+        if torch.is_autocast_enabled(ids.device.type):
+            raise InvalidArgument(
+                "autocast", str(torch.get_autocast_dtype(ids.device.type)),
+                "a model that computes in the dtype of its config",
+                "Load the model in that dtype, and run it outside of torch.autocast.",
+            )  # fmt: skip
         cache = named.get(cache_argument(model))
         self._past = self._length_of(cache)
         self._shape = batch, time = ids.shape[0], ids.shape[1]
-        positions = list(range(self._past, self._past + time)) * batch
-        owners = [self._first + number for number in range(batch) for _ in range(time)]
+        seen = self._seen_columns(named.get("attention_mask"))
+        self._padding = None if bool(seen.all()) else seen
+        positions = (seen.cumsum(1) - 1)[:, self._past :]
+        self._require_counted(model, named.get("position_ids"), positions)
+        owners = torch.arange(self._first, self._first + batch)[:, None].expand(-1, time)
+        self._positions = self._unpadded(positions.flatten())
         phase = Phase.DECODE if self._past and time == 1 else Phase.PREFILL
-        self._recorder.begin(phase, ids.reshape(-1).tolist(), positions, owners)
+        tokens = self._unpadded(ids.flatten())
+        self._recorder.begin(
+            phase, tokens.tolist(), self._positions.tolist(),
+            self._unpadded(owners.flatten()).tolist(),
+        )  # fmt: skip
         trace = self._graph.trace
         self._values = {
-            trace.tokens.number: ids.reshape(-1),
-            trace.positions.number: torch.tensor(positions),
+            trace.tokens.number: tokens,
+            trace.positions.number: self._positions,
         }
         self._waiting = Counter(self._wanted)
         self._next = 0
         self._begun.clear()
         self._left.clear()
+
+    def _seen_columns(self, mask: Any) -> Tensor:
+        """Return which columns of the batch, those of earlier calls included, are no padding."""
+        batch, time = self._shape
+        shape = batch, self._past + time
+        if isinstance(mask, dict):  # one for each kind of layer
+            mask = mask.get("full_attention", next(iter(mask.values()), None))
+        if mask is None:
+            return torch.ones(shape, dtype=torch.bool)
+        seen = mask
+        # generate() makes masks of all queries where a cache is static.
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+            admitted = (mask if mask.dtype is torch.bool else mask >= 0)[:, 0, :, : shape[1]].cpu()
+            seen = admitted[:, -1]
+            at = torch.arange(shape[1])
+            causal = (at <= at[self._past :, None]) & seen[:, None]
+            seen = seen if torch.equal(admitted, causal) else None
+        if not isinstance(seen, torch.Tensor) or seen.shape != shape:
+            raise InvalidArgument(
+                "attention_mask", list(getattr(mask, "shape", [])),
+                f"which tokens are no padding {list(shape)}, the same for all queries",
+                "Record the model without a mask of its own.",
+            )  # fmt: skip
+        if not bool(seen.all()) and self._needs_every_row:
+            raise InvalidArgument(
+                "attention_mask", f"{int((seen == 0).sum())} tokens of padding",
+                "no padding for this model, whose layers run along the tokens or compute masks",
+                "Record its sequences one after another.",
+            )  # fmt: skip
+        return seen.bool().cpu()
+
+    @property
+    def _needs_every_row(self) -> bool:
+        return any(
+            each.is_recurrent
+            or any(self._graph.trace.tensors[ref.number].columns for ref in each.inputs.values())
+            for each in self._graph.components
+        )
+
+    def _require_counted(self, model: nn.Module, stated: Any, positions: Tensor) -> None:
+        """Raise where the positions of tokens are not those that count the tokens before them."""
+        batch, time = self._shape
+        real = self._padding
+        if isinstance(stated, torch.Tensor):
+            given = stated.cpu().expand(*stated.shape[:-2], batch, time)
+        elif "position_ids" in inspect.signature(type(model).forward).parameters:
+            given = torch.arange(self._past, self._past + time).expand(batch, -1)
+        else:
+            return  # a model that counts by itself
+        off = given != positions
+        if real is not None:
+            off = off & real[:, self._past :]
+        if bool(off.any()):
+            raise InvalidArgument(
+                "position_ids", int(given[off][0]),
+                f"{int(positions.expand_as(given)[off][0])}: how many tokens of its sequence came",
+                "Record sequences that begin at 0, unpacked; with padding on the left pass"
+                " position_ids, as generate() does.",
+            )  # fmt: skip
+
+    def _unpadded(self, rows: Tensor, end: int | None = None) -> Tensor:
+        """Leave out the rows of padding; rows are the last columns in front of `end`."""
+        batch, time = self._shape
+        count, last = len(rows) // batch, self._past + time
+        if count > last:  # a static cache has room for more
+            rows, count = rows.unflatten(0, (batch, count))[:, :last].flatten(0, 1), last
+        if self._padding is None:
+            return rows
+        end = last if end is None else end
+        return rows[self._padding[:, end - count : end].flatten().to(rows.device)]
 
     def _length_of(self, cache: Any) -> int:
         """Return how many tokens of each sequence came before, and drop what no cache continues."""
@@ -135,7 +222,8 @@ class TracedRecorder:
         return length
 
     def _watch(self, path: str, module: nn.Module, stack: ExitStack) -> None:
-        signature = inspect.signature(module.forward)
+        # A run may put another function in the place of `forward`: callers use the class's names.
+        signature = inspect.signature(type(module).forward)
         boundaries = [
             boundary for boundary in self._boundaries.get(path, ())
             if boundary.kind not in {BoundaryKind.ATTENTION, BoundaryKind.CACHE}
@@ -143,7 +231,7 @@ class TracedRecorder:
         exits: Sequence[Boundary | ModuleExit] = boundaries or self._exits.get(path, ())
 
         def before(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            bound = signature.bind(*args, **named).arguments
+            bound = signature.bind(module, *args, **named).arguments
             for boundary in boundaries[self._begun[path] :][:1]:
                 for name, ref in boundary.inputs.items():
                     self._take(ref.number, bound[name])
@@ -187,13 +275,15 @@ class TracedRecorder:
             return
         for ref, tensor in zip(boundary.inputs.values(), new, strict=True):
             self._take(ref.number, tensor)
-        for (_, ref), number, tensor, own in zip(
+        for (_, ref), number, held, own in zip(
             boundary.inputs.items(), boundary.outputs, whole, new, strict=True
         ):
+            tensor = held[..., : self._past + own.shape[-2], :]  # a static cache has room for more
             count = tensor.shape[-2] - own.shape[-2]
             if count:
                 traced = self._graph.trace.tensors[ref.number]
-                self._earlier[ref.number] = self._rows(tensor[..., :count, :], traced)
+                rows = self._rows(tensor[..., :count, :], traced)
+                self._earlier[ref.number] = self._unpadded(rows, self._past)
             self._take(number.number, tensor)
         self._send()
 
@@ -215,6 +305,7 @@ class TracedRecorder:
         if isinstance(tensor, torch.Tensor) and number not in self._values:
             traced = self._graph.trace.tensors[number]
             rows = self._rows(tensor, traced)
+            rows = rows if traced.token_axis is None else self._unpadded(rows)
             if traced.storage in self._graph.trace.overwritten:
                 rows = rows.clone()
             self._values[number] = rows
@@ -293,9 +384,11 @@ class TracedRecorder:
         }
         if traced.kind is not BoundaryKind.CACHE:
             found = {}
-        positions = torch.arange(self._past, self._past + time).repeat(batch)
         offsets = torch.arange(0, batch * time + 1, time)
-        return {**found, "positions": positions, "token_offsets": offsets}
+        if self._padding is not None:
+            counts = self._padding[:, self._past :].sum(1)
+            offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return {**found, "positions": self._positions, "token_offsets": offsets}
 
     def _sources(self, numbers: list[int]) -> set[int]:
         edges = self._graph.edges
@@ -350,8 +443,9 @@ def _tensors(value: Any) -> list[Tensor]:
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as it is added to scores; one of bools says which keys are seen."""
     if mask.dtype is torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, MASKED)
-    return mask.clamp(min=MASKED)
+        hidden = max(MASKED, torch.finfo(dtype).min)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, hidden)
+    return mask.clamp(min=max(MASKED, torch.finfo(mask.dtype).min))
 
 
 @contextmanager
@@ -398,7 +492,19 @@ def _attention_seen(recorder: TracedRecorder) -> Iterator[None]:
         recorder.cached(layer_idx, [new], [whole])
         return whole
 
+    def exchanged(_cache: Any, *_: Any, **__: Any) -> None:
+        raise InvalidArgument(
+            "generate()", "a cache whose sequences change places", "one cache for each sequence",
+            "Record a run without beams: num_beams=1.",
+        )  # fmt: skip
+
     with (
+        mock.patch.multiple(
+            Cache,
+            reorder_cache=exchanged,
+            batch_repeat_interleave=exchanged,
+            batch_select_indices=exchanged,
+        ),  # fmt: skip
         mock.patch.object(AttentionInterface, "get_interface", interface),
         mock.patch.object(Cache, "update", update),
         mock.patch.object(Cache, "update_indexer", update_indexer),

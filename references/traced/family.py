@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, NotBuilt, Undecided
-from degarble.harness.formats.number_formats import FP8_1X128_F32, FP8_1X128_UE8M0
+from degarble.harness.formats.number_formats import FP8_1X128_F32, FP8_1X128_UE8M0, FP8_128X128_F32
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import Component, Input, quantised_input
 from degarble.harness.model.family import VIEW
 from degarble.harness.model.parameters import Parameter, Row, parameter_named
-from degarble.harness.model.recipes import Recipe
+from degarble.harness.model.recipes import UNQUANTISED, Recipe
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
 from degarble.references import linears
@@ -447,6 +447,11 @@ class TracedFacts(ModelFacts):
         experts = self.traced.kind is BoundaryKind.EXPERTS
         return switches.expert_block_scales if experts else switches.block_scales
 
+    def with_powers_of_two(self, name: str, weight: Weight) -> Weight:
+        """Return a weight in FP8 blocks with scales that are powers of two; others as they are."""
+        form = self.formats.get(name, UNQUANTISED).weight
+        return with_powers_of_two(weight) if form == FP8_128X128_F32.name else weight
+
     def quantiser(self, form: str, scale: Tensor | None) -> InputQuantiser:
         """Return how a run quantises to a format, by a stored scale where there is one."""
         stepwise = self.numerics.switches.quantised_inputs is InputQuantisation.STEPWISE
@@ -588,8 +593,21 @@ def computed(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Compute a component as it was traced."""
     if isinstance(facts.traced, ComponentSpan):
         require_plain_activations(facts, weights)
+    _require_first_frequencies(facts, inputs)
     made = compute(facts.graph, facts.traced, inputs, facts.parameter(weights), facts.roundings)
     return {name: facts.stored(name, value) for name, value in made.items()}
+
+
+def _require_first_frequencies(facts: TracedFacts, inputs: Inputs) -> None:
+    """Raise where the longest sequence of a call decides by which frequencies all rows turn."""
+    positions, most = facts.graph.trace.positions, facts.graph.trace.most_tokens
+    for name, ref in facts.traced.inputs.items():
+        if ref == positions and int(inputs[name].max()) >= most:
+            raise Undecided(
+                f"{facts.traced.name}: position", int(inputs[name].max()),
+                f"less than {most}, from where on this model changes its frequencies",
+                "Capture shorter prompts, or fewer new tokens.",
+            )  # fmt: skip
 
 
 def require_plain_activations(facts: TracedFacts, weights: Weights) -> None:
@@ -637,7 +655,7 @@ def by_sequence(traced: TracedComponent, inputs: Inputs) -> Iterator[tuple[dict[
     """Yield the inputs of each sequence, and how many rows of the outputs are asked for."""
     spans = spans_of(inputs)
     if traced.kind is BoundaryKind.ATTENTION:
-        lengths = _lengths(inputs["key"].shape[0], spans)
+        lengths = _lengths(inputs["key"].shape[0], [span.stop for span in spans])
         begun = 0
         for span, length in zip(spans, lengths, strict=True):
             keys = slice(begun, begun + length)
@@ -673,16 +691,17 @@ def by_sequence(traced: TracedComponent, inputs: Inputs) -> Iterator[tuple[dict[
 
 def _earlier(inputs: Inputs, spans: tuple[Span, ...]) -> list[int]:
     states = [rows.shape[0] for name, rows in inputs.items() if name.startswith(STATE)]
-    if not states:
-        return [0] * len(spans)
-    starts = [span.start for span in spans]
-    # A cache of a sliding window gives back fewer rows: as many for each sequence.
-    return starts if sum(starts) == states[0] else [states[0] // len(spans)] * len(spans)
+    return _lengths(states[0] if states else 0, [span.start for span in spans])
 
 
-def _lengths(rows: int, spans: tuple[Span, ...]) -> list[int]:
-    stops = [span.stop for span in spans]
-    return stops if sum(stops) == rows else [rows // len(spans)] * len(spans)
+def _lengths(rows: int, counts: list[int]) -> list[int]:
+    """Return how many rows of a cache are each sequence's: a sliding window keeps so many at most.
+
+    A run that began before it was recorded has fewer than any window explains.
+    """
+    windows = ([min(count, most) for count in counts] for most in range(max(counts), -1, -1))
+    even = [rows // len(counts)] * len(counts)
+    return next((kept for kept in windows if sum(kept) == rows), even)
 
 
 class TracedModel(BoundModel):
@@ -727,7 +746,7 @@ class TracedModel(BoundModel):
 
     def _take(self, component: Component, facts: TracedFacts, weights: tuple[str, ...]) -> None:
         local = {local_name(weight, component.block): weight for weight in weights}
-        again = with_powers_of_two if facts.block_scales is BlockScaleUse.BOTH else None
+        again = facts.with_powers_of_two if facts.block_scales is BlockScaleUse.BOTH else None
         self._fetched[component.name] = FetchedWeights(self, local, again)
         self._bound_to[component.name] = component, facts
         self._inputs[component.name] = frozenset(each.name for each in component.inputs)

@@ -55,6 +55,7 @@ VIEWS = named(
 )
 _FILLS = named("zeros zeros_like ones ones_like full full_like scalar_tensor")
 _EACH = named("eq ne where")  # of those that work on each element, what models count blocks with
+_COMPARISONS = {"gt": False, "ge": False, "lt": True, "le": True}  # of a length that is short
 _ITEM = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  what .item() is
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"})
 EXPERTS_GATE = "_apply_gate"  # a method of every module of transformers' experts interface
@@ -167,6 +168,7 @@ class Trace:
     parameters: Mapping[str, TracedTensor]
     buffers: Mapping[str, Tensor]  # values of those that no checkpoint holds
     overwritten: frozenset[int] = frozenset()  # memory that the pass writes into again
+    most_tokens: float = math.inf  # of a sequence, before the model changes its frequencies
 
 
 def _references(arguments: Any) -> Iterator[Ref | ParameterRef]:
@@ -192,6 +194,11 @@ class _Tracer(TorchDispatchMode):
         self.positions: Tensor | None = None
         self.overwritten: set[int] = set()  # memory that operations write into
         self.uniform: dict[int, Tensor] = {}  # values of tensors, by identity
+        self.most_tokens = math.inf  # of a sequence, for what the model was told of its length
+        # By identity: views of the positions, what counts the longest sequence, whether it is long.
+        self._positional: set[int] = set()
+        self._lengths: set[int] = set()
+        self._is_long: dict[int, bool] = {}
         self._numbers: dict[int, int] = {}
         named = [*model.named_parameters(), *model.named_buffers()]
         # An id may be reused once its object dies; some models replace a buffer while they run.
@@ -208,9 +215,9 @@ class _Tracer(TorchDispatchMode):
         """Run an operator on meta tensors, and record it."""
         del types
         keywords = dict(kwargs or {})
-        if func is _ITEM and args[0].dtype is torch.bool:
-            # Models ask this of masks and positions alone: is nothing padded, is nothing packed?
-            return True
+        if func is _ITEM and (args[0].dtype is torch.bool or id(args[0]) in self._lengths):
+            # Else models ask masks and positions alone: is nothing padded, is nothing packed?
+            return self._is_long.get(id(args[0]), True)
         # Named before the call: an operator that writes into its argument returns the argument.
         arguments = tuple(self._named(argument) for argument in args)
         named = {name: self._named(argument) for name, argument in keywords.items()}
@@ -229,6 +236,7 @@ class _Tracer(TorchDispatchMode):
             del self._numbers[id(result)]
         results = tuple(self.number(tensor) for tensor in _tensors(result))
         self._note_uniform(operator_name(func), func, args, result)
+        self._note_length(operator_name(func), args, result)
         path = self._here
         dtypes = tuple(tensor.dtype for tensor in _tensors(result))
         if self._counts_tokens(func, args, result):
@@ -256,6 +264,18 @@ class _Tracer(TorchDispatchMode):
         else:
             return
         self.uniform[id(result)] = torch.as_tensor(value)
+
+    def _note_length(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Notice a model that compares its longest sequence: no sequence is that long."""
+        first = id(args[0]) if args else 0
+        positional = first == id(self.positions) or first in self._positional
+        if positional and name in VIEWS:
+            self._positional.add(id(result))
+        elif (positional and name == "max") or (first in self._lengths and name == "add"):
+            self._lengths.add(id(result))
+        elif first in self._lengths and name in _COMPARISONS and isinstance(args[1], (int, float)):
+            self._is_long[id(result)] = _COMPARISONS[name]
+            self.most_tokens = min(self.most_tokens, args[1])
 
     def _counts_tokens(self, func: Any, args: tuple[Any, ...], result: Any) -> bool:
         """Return whether a result is the number of each token in the pass: its position."""
@@ -400,7 +420,7 @@ def _traced(model: nn.Module, buffers: Mapping[str, Tensor], tracer: _Tracer) ->
     return Trace(
         tuple(tracer.tensors), tuple(tracer.operations), tuple(tracer.boundaries),
         tuple(tracer.modules), tokens, at, Ref(tracer.number(logits)), parameters, dict(buffers),
-        frozenset(tracer.overwritten),
+        frozenset(tracer.overwritten), tracer.most_tokens,
     )  # fmt: skip
 
 

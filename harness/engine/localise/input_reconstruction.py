@@ -246,9 +246,10 @@ class InputReconstruction:
             made = arrived
         rows = call.inputs[each.name].shape[:1]
         if rows and made.ndim and made.shape[0] == len(step.tokens) != rows[0]:
-            last = [part.tokens.stop - 1 for part in self._parts[step.number]]
-            if rows[0] == len(last):
-                return True, made[last]  # norm and head may run on each sequence's last token only
+            stops = [part.tokens.stop for part in self._parts[step.number]]
+            count, rest = divmod(rows[0], len(stops))
+            if count and not rest:  # norm and head may run on each sequence's last tokens only
+                return True, made[[at for stop in stops for at in range(stop - count, stop)]]
         return True, made
 
     def _state(

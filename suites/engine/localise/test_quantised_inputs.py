@@ -9,8 +9,9 @@ import torch
 
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.localise.localise import localise
-from degarble.harness.formats.weight import Weight
+from degarble.harness.formats.weight import DerivedWeight, Weight
 from degarble.harness.report.verdict import Verdict
+from degarble.references.numerics import BlockScaleUse
 from degarble.references.traced.spans import tensor_names
 from degarble.suites.engine.quantised_runs import (
     DECODED,
@@ -148,6 +149,29 @@ def test_scales_rounded_up_for_deepgemm_are_learned(model: str) -> None:
     found = run.judged()
     assert "block_scales" not in learned(found)
     assert {origin.component for origin in found.origins} == {"layers.1.self_attn.o_proj"}
+
+
+def test_weights_quantised_again_are_kept_for_one_component() -> None:
+    twin = _run("FP8 block", "llama").twin(block_scales=BlockScaleUse.BOTH)
+    read = [each for name, each in twin._fetched.items() if name.endswith("_proj")]
+    for weights in read:
+        (name,) = (each for each in weights if each.endswith("weight"))
+        assert weights[name] is weights[name]
+    assert sum(bool(each._made) for each in read) == 1
+
+
+def test_stacks_that_are_no_blocks_stay_as_they_are_for_deepgemm() -> None:
+    run = QuantisedRun("qwen3_moe", INPUTS["FP8 token"], hidden_size=256, moe_intermediate_size=128)
+    stacks = {name: each for name, each in run.weights.items() if "experts" in name}
+    for name, each in stacks.items():
+        run.weights[name] = DerivedWeight(
+            make=each.values, extents=each.shape, make_rows=each.rows, make_elements=each.elements,
+            from_codes=True,
+        )  # fmt: skip
+    twin = run.twin(expert_block_scales=BlockScaleUse.BOTH)
+    read = twin._fetched["layers.1.mlp.experts"]
+    assert len(read) == len(stacks) // 2
+    assert all(read[name] is run.weights[f"layers.1.{name}"] for name in read)
 
 
 # --------------------------------------------------------------------------------------------------
