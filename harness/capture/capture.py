@@ -281,6 +281,7 @@ class CaptureSettings:
     settings: CompileSettings = field(default_factory=CompileSettings)  # of our own kernels
     patch: Path | None = None  # a Python file: it is executed
     device: str = CPU
+    graph_bytes: int = 0  # of buffers that CUDA graphs of decoding write; 0: no graphs
     share: Callable[[OpenModel], BoundModel] | None = None  # of one rank of several
     # Beside those of the backend: what a patch's kernels follow.
     conventions: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

@@ -158,7 +158,9 @@ def capture_by_layers(
     backend = replace(capture_settings.asked, graph=len(prompts))
     chat = any(isinstance(prompt, list) for prompt in prompts)
     limits = Limits(capture_settings.new_tokens)
-    request = CaptureRequest(capture_settings.wanted, nbytes=MOST_BYTES)
+    request = CaptureRequest(
+        capture_settings.wanted, nbytes=MOST_BYTES, graph_bytes=capture_settings.graph_bytes
+    )
     with open_text_generator(source, None, backend) as (model, paired):
         generator = TextGenerator(
             model, GenerationOptions(Sampling(goes_on=True), limits, chat=chat)

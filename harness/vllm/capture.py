@@ -395,11 +395,10 @@ def capture_vllm(
     folder: Path,
     capture_settings: CaptureSettings,
     make: Callable[..., Any] | None = None,
-    graphs: bool = False,
 ) -> dict[str, Any]:
     """Run token ids through vLLM in this process, on one rank, and capture every request.
 
-    With `graphs` it decodes by recorded CUDA graphs, and else by calls of its modules.
+    With `graph_bytes` it decodes by recorded CUDA graphs, and else by calls of its modules.
     """
     from degarble.harness.capture.options import MOST_BYTES, CaptureRequest  # noqa: PLC0415
     from degarble.harness.report.files import require_folder  # noqa: PLC0415
@@ -408,7 +407,11 @@ def capture_vllm(
     request: CaptureRequest = replace(
         CaptureRequest(capture_settings.wanted), count=len(prompts), nbytes=MOST_BYTES
     )
-    how: dict[str, Any] = {"compilation_config": GRAPH_OPTIONS} if graphs else {}
+    graphs = capture_settings.graph_bytes
+    # Graphs of no more rows than there are prompts: the largest one decides what buffers take.
+    rows = -(-len(prompts) // 8) * 8
+    how = {"compilation_config": GRAPH_OPTIONS, "max_num_seqs": rows} if graphs else {}
+    request = replace(request, graph_bytes=graphs or request.graph_bytes)
     engine = (make or _engine())(
         model=str(checkpoint), enforce_eager=not graphs, worker_extension_cls=EXTENSION, **how
     )

@@ -127,8 +127,8 @@ def capture_torch(
     runner.forget()
     vllm_capture.GRAPH_CLASS = graph_class
     state = vllm_capture.capture_vllm(
-        checkpoint, PROMPTS, out, CaptureSettings(new_tokens=NEW_TOKENS), lambda **_: worker,
-        graphs=True,
+        checkpoint, PROMPTS, out, CaptureSettings(new_tokens=NEW_TOKENS, graph_bytes=1 << 24),
+        lambda **_: worker,
     )  # fmt: skip
     runner.forget()
     same = before == worker.generate_ids(PROMPTS, NEW_TOKENS)

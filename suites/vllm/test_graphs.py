@@ -56,8 +56,8 @@ def opened(worker: GraphedWorker, folder: Path, **fields: Any) -> dict[str, Any]
 
 def captured(written: tuple[Path, nn.Module], out: Path, runner: type[GraphRunner]) -> Capture:
     worker = GraphedWorker(str(written[0]), written[1], CpuGraph, runner=runner)
-    how = CaptureSettings(new_tokens=4)
-    plugin.capture_vllm(written[0], PROMPTS, out, how, lambda **_: worker, graphs=True)
+    how = CaptureSettings(new_tokens=4, graph_bytes=1 << 24)
+    plugin.capture_vllm(written[0], PROMPTS, out, how, lambda **_: worker)
     return Capture.open(out)
 
 

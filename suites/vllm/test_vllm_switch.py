@@ -248,3 +248,20 @@ def test_the_command_without_vllm_is_refused(
     assert done.status == 2
     assert told in done.err
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (("--graph",), "--graph = '--backend torch'"),
+        (("--graph", "--backend", "transformers"), "--graph = '--backend transformers'"),
+        (("--graph", "--backend", "vllm", "--patch", __file__), "--graph and --patch"),
+        (("--graph-memory", "0", "--backend", "vllm"), "--graph-memory = 0"),
+    ],
+)
+def test_graphs_where_there_are_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: tuple[str, ...], told: str
+) -> None:
+    done = call(capsys, "capture", TINY, "--out", tmp_path / "a", "--prompt", "anna", *line)
+    assert done.status == 2
+    assert told in done.err

@@ -42,6 +42,12 @@ class CaptureOptions:
     out: Annotated[Path, typer.Option(metavar="CAPTURE", help="Where the capture is written.")]
     backend: Backend = "torch"
     strict: Strict = False
+    graph: Annotated[
+        bool, typer.Option("--graph", help="With vllm or cutedsl: decode inside CUDA graphs.")
+    ] = False
+    graph_memory: Annotated[
+        float, typer.Option(metavar="GIB", help="GPU memory for copies that the graphs make.")
+    ] = 1.0
     prompt: Prompt = None
     prompts: Prompts = None
     max_new_tokens: Annotated[
@@ -168,6 +174,7 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     values.at_most_one(amax_only=options.amax_only, backend=foreign)
     values.strict(options.backend, wanted=options.strict)
     values.exactly_one(prompt=options.prompt, prompts=options.prompts)
+    _require_graph(options)
     # Imports torch, which --help and --version do without.
     from degarble.harness.generate.generate import prompts_from  # noqa: PLC0415
 
@@ -184,6 +191,19 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     terminal.say(*done.lines())
     terminal.emit(done.document())
     return EXIT_AGREES
+
+
+def _require_graph(options: CaptureOptions) -> None:
+    values.within("--graph-memory", options.graph_memory, 0.001, 64)
+    if not options.graph:
+        return
+    if options.backend not in {"vllm", "cutedsl"}:
+        raise InvalidArgument(
+            "--graph", f"--backend {options.backend}", "--backend vllm or cutedsl, which replay",
+            "Name one of them, or leave --graph out.",
+        )  # fmt: skip
+    for name in ("patch", "statistics_only", "amax_only"):
+        values.at_most_one(graph=options.graph, **{name: getattr(options, name)})
 
 
 def _ranges(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
@@ -208,12 +228,17 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
         settings=settings_here(),
         patch=options.patch,
         conventions=read_options(options.convention or ()),
+        graph_bytes=int(options.graph_memory * (1 << 30)) if options.graph else 0,
     )
 
     if options.backend == "vllm":
         from degarble.harness.vllm.capture import from_vllm  # noqa: PLC0415  an engine
 
         return from_vllm(options.checkpoint, prompts, options.out, capture_settings)
+    if options.graph:
+        from degarble.harness.capture.decoding import capture_by_layers  # noqa: PLC0415  as above
+
+        return capture_by_layers(options.checkpoint, prompts, options.out, capture_settings)
 
     def report(nbytes: int) -> None:
         if nbytes and not (terminal.json_wanted or terminal.quiet):
