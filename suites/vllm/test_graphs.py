@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,23 @@ def test_a_fault_is_placed_also_where_graphs_alone_have_it(
     words = call(capsys, "check", place, "--reference", tmp_path / "llama").out
     assert "decoding was captured inside CUDA graphs" in words
     assert "7 of 8 steps" in words
+
+
+@pytest.mark.vllm
+@pytest.mark.gpu
+def test_vllm_itself_holds(tmp_path: Path) -> None:
+    assert graph_capture.in_vllm(tmp_path, sys.executable, (), []) == 0
+
+
+@pytest.mark.gpu
+def test_graphs_of_torch_hold(tmp_path: Path) -> None:
+    assert graph_capture.in_torch(tmp_path, sys.executable) == 0
+
+
+@pytest.mark.h200
+@pytest.mark.needs("cutlass")
+def test_graphs_of_our_kernels_hold(tmp_path: Path) -> None:
+    assert graph_capture.in_ours(tmp_path, sys.executable) == 0
 
 
 def test_rows_of_other_requests_are_not_copied(
