@@ -60,7 +60,7 @@ PROBE_MEANINGS = {
 
 # Of words that stand in the place of a verdict's own.
 WORD_MEANINGS = {
-    NO_ERRORS: "no rule is broken; nothing was compared with a reference",
+    NO_ERRORS: "no rule of level error is broken; nothing was compared with a reference",
     TOOL_WORKS: "the healthy run agrees, and the planted fault is found",
 }
 

@@ -38,9 +38,7 @@ from degarble.harness.capture.transformers_model import (
     run_by_transformers,
 )
 from degarble.harness.chat.tokenizer import Tokenizer
-from degarble.harness.checkpoint.view.view import fingerprint
-from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MANIFEST
-from degarble.harness.checkpoint.write.manifest import Manifest
+from degarble.harness.checkpoint.view.content import source_facts
 from degarble.harness.engine.conventions.registry import KEY, stored_conventions
 from degarble.harness.generate.generate import GenerationOptions, GenerationResult, TextGenerator
 from degarble.harness.inference.devices import CPU, run_on_device
@@ -523,13 +521,11 @@ def _require_room(folder: Path, estimate: int) -> None:
 def facts_of(source: Path, model: OpenModel, capture_settings: CaptureSettings) -> dict[str, Any]:
     """Return the manifest's facts about the run."""
     checkpoint = model.checkpoint
-    stated = (checkpoint.root / CHECKPOINT_MANIFEST).exists()
     return {
         "source": {
             "name": source.name,
             "path": str(source.resolve()),
-            "fingerprint": fingerprint(checkpoint),
-            "content": Manifest.read(checkpoint.root).content if stated else None,
+            **source_facts(checkpoint),
         },
         "family": model.config.family,
         "config": config_to_dict(model.config),

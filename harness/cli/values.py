@@ -89,10 +89,33 @@ _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 def existing(name: str, path: Path | None) -> None:
     """Raise for a path that does not exist."""
-    if path is not None and not path.exists():
+    if path is None or path.exists():
+        return
+    if name in CHECKPOINTS and is_hub_id(str(path)):
         raise UnreadableFile(
-            name, str(path), "a file or directory that exists", "Check the path for a typo."
+            name,
+            str(path),
+            "a folder on this machine; this looks like an id of the Hugging Face hub",
+            f"Download it first: {download_command(str(path))}",
         )
+    raise UnreadableFile(
+        name, str(path), "a file or directory that exists", "Check the path for a typo."
+    )
+
+
+# What takes a checkpoint, by the name of the argument or option.
+CHECKPOINTS = ("TARGET", "CKPT", "SRC", "--reference", "--checkpoint", "--against", "--model")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def is_hub_id(text: str) -> bool:
+    """Return whether a text that is no path here has the form of an id, as in org/model."""
+    return bool(_HUB_ID.fullmatch(text)) and not Path(text).parent.exists()
+
+
+def download_command(identity: str) -> str:
+    """Return the whole command that downloads a model of the hub into a folder of its name."""
+    return f"hf download {identity} --local-dir {identity.partition('/')[2]}"
 
 
 def writable(name: str, file: Path) -> None:

@@ -263,6 +263,21 @@ def test_paths(tmp_path: Path) -> None:
         values.existing("CKPT", tmp_path / "none")
 
 
+@pytest.mark.parametrize("name", ["CKPT", "--reference"])
+def test_an_id_of_the_hub_is_told_with_its_download(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "hf download deepseek-ai/DeepSeek-V4 --local-dir DeepSeek-V4"
+    with pytest.raises(UnreadableFile, match=command):
+        values.existing(name, Path("deepseek-ai/DeepSeek-V4"))
+    with pytest.raises(UnreadableFile, match="typo"):
+        values.existing("--prompts", Path("texts/prompts"))
+    (tmp_path / "deepseek-ai").mkdir()
+    with pytest.raises(UnreadableFile, match="typo"):
+        values.existing(name, Path("deepseek-ai/DeepSeek-V4"))
+
+
 def test_names() -> None:
     values.one_of("--to", "bf16", ("bf16", "nvfp4"))
     values.one_of("--to", None, ("bf16",))

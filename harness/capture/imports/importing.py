@@ -17,9 +17,8 @@ from degarble.harness.capture.files.writer import CaptureWriter, require_free
 from degarble.harness.capture.imports import dumped, flashinfer, sglang, vllm_states
 from degarble.harness.capture.recorded_tensors import Coverage, TensorRun
 from degarble.harness.capture.recorder import Recorder
-from degarble.harness.checkpoint.view.view import Checkpoint, fingerprint
-from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MANIFEST
-from degarble.harness.checkpoint.write.manifest import Manifest
+from degarble.harness.checkpoint.view.content import source_facts
+from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.inference.traced import traced_config
 from degarble.harness.report.files import require_folder
 from degarble.references.traced.family import TracedConfig
@@ -117,13 +116,11 @@ def import_dump(options: ImportOptions) -> ImportSummary:
 
 def traced_facts(checkpoint: Checkpoint, config: TracedConfig, backend: str) -> dict[str, Any]:
     """Return the manifest's facts of a run that some engine computed."""
-    stated = (checkpoint.root / CHECKPOINT_MANIFEST).exists()
     return {
         "source": {
             "name": checkpoint.root.name,
             "path": str(checkpoint.root.resolve()),
-            "fingerprint": fingerprint(checkpoint),
-            "content": Manifest.read(checkpoint.root).content if stated else None,
+            **source_facts(checkpoint),
         },
         "family": config.family,
         "config": config.raw,

@@ -56,6 +56,13 @@ class AuditOptions:
             help="Read heads and scalar scales alone: seconds, whatever the size.",
         ),
     ] = None
+    content_hash: Annotated[
+        bool,
+        typer.Option(
+            "--content-hash",
+            help="Hash every weight too; the hash that is always shown is of names and shapes.",
+        ),
+    ] = False
     report: ReportFolder = None
 
 
@@ -81,7 +88,7 @@ def audit(options: AuditOptions, terminal: Terminal) -> int:
 
     wanted = run.AuditRequest(
         options.checkpoint, options.only is None, options.loader, options.against,
-        options.vllm_source,
+        options.vllm_source, options.content_hash,
     )  # fmt: skip
     with spread(terminal) as workers:
         found = run.audit(wanted, workers, partial(terminal.work, "audit"))
@@ -140,6 +147,7 @@ def _command(options: AuditOptions, name: str) -> str:
         parts += ["--vllm-source", options.vllm_source.resolve().name]
     if options.only is not None:
         parts += ["--only", options.only]
+    parts += ["--content-hash"] if options.content_hash else []
     return " ".join(parts)
 
 

@@ -126,6 +126,8 @@ def _recognised(options: DoctorArguments) -> tuple["DoctorTarget", "DoctorOption
     text, line = options.target, options.engine
     if line is None and is_engine_command(text):
         line, text = text, EngineCommand.from_text(text).model
+    if not text.startswith(("http://", "https://")):
+        values.existing("TARGET", Path(text))
     target = recognise(text)
     wanted = DoctorOptions(options.out, options.reference, line, minutes=options.minutes)
     if line is None:

@@ -27,6 +27,7 @@ from degarble.harness.checkpoint.audit.structure.manifest_check import (
 )
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
 from degarble.harness.checkpoint.read.types import ProblemKind, shown
+from degarble.harness.checkpoint.view.content import content_of
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.report.progress import Progress, duration, size
 from degarble.harness.report.verdict import NO_ERRORS, Verdict
@@ -117,6 +118,7 @@ class AuditRequest:
     loader: str | None = None
     against: Path | None = None
     vllm_source: Path | None = None  # a folder with vLLM's source; None: the installed vLLM, if any
+    content_hash: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class AuditPart:
 
 @dataclass(frozen=True)
 class AuditedCheckpoint:
-    """The audited checkpoint. `identity` hashes its config and every header entry.
+    """The audited checkpoint. `identity` hashes its config and every header entry, no weights.
 
     `places` counts tensors by layer and kind; a drafter's layer number follows the decoder's.
     """
@@ -166,6 +168,7 @@ class Audit:
     table: NumberTable | None = None
     loader: LoaderProof | None = None
     comparison: ReferenceComparison | None = None
+    content: str | None = None  # hash of all tensors, where it was asked for
 
     @property
     def judged(self) -> tuple[AuditPart, ...]:
@@ -277,6 +280,8 @@ def audit(wanted: AuditRequest, workers: Workers = 1, listen: Listen | None = No
         steps.look_at_structure()
         if wanted.numbers:
             steps.walk(workers, progress)
+        if wanted.content_hash:
+            steps.hash_content(workers, progress)
         return steps.audit()
 
 
@@ -348,6 +353,7 @@ class _Steps:
         self._comparison: ReferenceComparison | None = None
         self._subject = _subject(checkpoint, wanted.path)
         self._hashes = self._reference_hashes = ""
+        self._content: str | None = None
 
     def look_at_structure(self) -> None:
         """Judge files, names, shapes, dtypes, partner tensors, and what the config promises."""
@@ -413,6 +419,13 @@ class _Steps:
             progress.step("against")
             self._compare(self._reference, self._wanted.against, workers, progress)
 
+    def hash_content(self, workers: Workers, progress: Progress) -> None:
+        """Hash every tensor."""
+        progress.expect(self._subject.nbytes)
+        progress.step("content hash")
+        threads = workers if isinstance(workers, int) else 1
+        self._content = content_of(self._checkpoint, threads, progress.advance)
+
     def _look_at_numbers(self, workers: Workers, progress: Progress) -> None:
         from degarble.harness.checkpoint.audit.numbers.numbers import judge_numbers  # noqa: PLC0415  as above
         from degarble.harness.commands.audit.spread import measured  # noqa: PLC0415
@@ -457,6 +470,7 @@ class _Steps:
             self._table,
             self._loader,
             self._comparison,
+            self._content,
         )
 
 

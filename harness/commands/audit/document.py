@@ -246,6 +246,7 @@ def audit_document(audit: Audit, command: str) -> dict[str, Any]:
         "sentence": audit.sentence,
         "checkpoint": about.name,
         "identity": about.identity,
+        "content": audit.content,
         "family": about.family,
         "layout": about.layout,
         "layers": about.layers,

@@ -363,6 +363,7 @@ def _facts(audit: Audit) -> Facts:
             Fact("Tensors", f"{about.tensors:,} in {places(about.shards, 'file')}"),
             Fact("Size", size(about.nbytes)),
             Fact("Findings", ", ".join(places(counts[level], str(level)) for level in Level)),
+            *([] if audit.content is None else [Fact("Content hash", audit.content)]),
         ),
         "What was looked at",
     )

@@ -50,13 +50,17 @@ def audit_text(audit: Audit, *, width: int = 100, colour: bool = False) -> str:
 
 def _lines(audit: Audit, width: int) -> Iterator[Text]:
     about = audit.subject
-    head = textwrap.wrap(visible(audit.sentence), width - 12) or [""]
+    head = textwrap.wrap(visible(audit.sentence), width - len(audit.headline) - 5) or [""]
     yield Text.assemble(badge(audit.verdict, audit.headline), "  ", Text(head[0], "bold"))
     for line in head[1:]:
         yield Text(f"  {line}", "bold")
     files = places(about.shards, "file")
     what = f"{about.family}, {about.layout}, {size(about.nbytes)} in {files}"
-    yield Text(visible(f"{about.name} · {about.identity[:19]} · {what}")[: width - 1], "dim")
+    yield Text(
+        visible(f"{about.name} · headers {about.identity[:19]} · {what}")[: width - 1], "dim"
+    )
+    if audit.content is not None:
+        yield Text(f"content sha256:{audit.content}", "dim")
     yield Text("")
     for title, parts in (("judged", audit.judged), ("not judged", audit.not_judged)):
         for number, part in enumerate(parts):

@@ -17,6 +17,7 @@ from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.base.sums import PairSums
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.records import Phase
+from degarble.harness.capture.imports.importing import KINDS
 from degarble.harness.engine.localise.tensor_forms import equal_elements
 from degarble.harness.report.number_text import number
 from degarble.harness.report.page import Page, PageFinding, Subject
@@ -245,6 +246,7 @@ _EXTENTS = (
     "n_routed_experts",
     "vocab_size",
 )
+_ENGINES = ("vllm", *KINDS)  # they hold weights of their own
 _SAME = (
     *("model", "weights", "backend", "arithmetic", "form", "sums", "recipe", "versions", "patch"),
 )
@@ -429,11 +431,17 @@ def _one_candidate(first: Capture, second: Capture) -> bool:
 
 
 def _weights_that_ran(capture: Capture) -> tuple[Any, ...] | None:
-    """Return the hash of the weights, or what identifies the checkpoint; None if unstated."""
+    """Return the hash of the weights, or of all that the checkpoint holds; None if unstated.
+
+    A fingerprint alone does not count: of large files it covers samples. Nor does the checkpoint of
+    a run in an engine, whose loader may have made something else of it.
+    """
     source = capture.facts.get("source")
     stated = source if isinstance(source, dict) else {}
-    found = capture.facts.get("weights"), stated.get("fingerprint"), stated.get("content")
-    return None if found[:2] == (None, None) else found
+    if capture.facts.get("backend") in _ENGINES:
+        stated = {}
+    found = capture.facts.get("weights"), stated.get("content")
+    return None if found == (None, None) else (*found, stated.get("fingerprint"))
 
 
 def _add(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +14,6 @@ from degarble.harness.capture.files.records import FORMAT, MANIFEST
 
 CONFIG, WEIGHTS = "config.json", "*.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _TAKES = "a checkpoint's folder, a capture, http://HOST:PORT, or a kernel's .safetensors"
 # Files of tensors that would have to be unpickled, or that hold no BF16.
 _OTHER_TENSORS = (".pt", ".pth", ".bin", ".pkl", ".npz", ".npy")
@@ -62,7 +59,6 @@ def recognise(text: str) -> DoctorTarget:
     if text.startswith(("http://", "https://")):
         return DoctorTarget(TargetKind.SERVER, text)
     path = Path(text)
-    require_target("TARGET", path)
     if path.is_file():
         return _file(path)
     if (path / MANIFEST).is_file() and _is_capture(path / MANIFEST):
@@ -75,30 +71,6 @@ def recognise(text: str) -> DoctorTarget:
     raise UnreadableFile(
         "TARGET", text, _TAKES, "Name a folder with config.json and *.safetensors, or a capture."
     )
-
-
-def require_target(name: str, path: Path) -> None:
-    """Refuse a path that does not exist; an id of a hub is told with its download."""
-    if path.exists():
-        return
-    text = str(path)
-    if is_hub_id(text):
-        raise UnreadableFile(
-            name, text, "a folder on this machine; this looks like an id of the Hugging Face hub",
-            f"Download it first: {download_command(text)}",
-        )  # fmt: skip
-    raise UnreadableFile(name, text, "a file or directory that exists", "Check it for a typo.")
-
-
-def is_hub_id(text: str) -> bool:
-    """Return whether a text that is no path here has the form of an id, as in org/model."""
-    return bool(_HUB_ID.fullmatch(text)) and not Path(text).parent.exists()
-
-
-def download_command(identity: str) -> str:
-    """Return the whole command that downloads a model of the hub into a folder of its name."""
-    folder = identity.partition("/")[2]
-    return shlex.join(["hf", "download", identity, "--local-dir", folder])
 
 
 def _file(path: Path) -> DoctorTarget:

@@ -94,7 +94,7 @@ def test_a_healthy_checkpoint_ends_with_status_0(
 ) -> None:
     done = call(capsys, "audit", healthy)
     assert done.status == 0
-    assert done.out.startswith("✓ AGREES  No error in the structure and the numbers of all")
+    assert done.out.startswith("✓ NO ERRORS FOUND  No error in the structure and the numbers")
     assert "\nnot judged  against " in done.out
 
 
@@ -454,3 +454,23 @@ def test_a_finding_without_a_name_is_about_all() -> None:
     findings.add(UNEXPECTED, FindingLocation(), "m", "r")
     findings.add(UNEXPECTED, FindingLocation(None, "layers.1.attn.wkv"), "m", "r")
     assert {kind_of(finding) for finding in findings.sorted()} == {WHOLE, "attention"}
+
+
+def test_a_content_hash_follows_the_weights_where_the_identity_does_not(
+    healthy: Path, tmp_path: Path
+) -> None:
+    same, other = tmp_path / "same", tmp_path / "other"
+    for folder in (same, other):
+        shutil.copytree(healthy, folder)
+        (folder / "manifest.json").unlink(missing_ok=True)
+    shard = next(other.glob("*.safetensors"))
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    first, second = (
+        audit(AuditRequest(folder, numbers=False, content_hash=True)) for folder in (same, other)
+    )
+    assert first.subject.identity == second.subject.identity
+    assert first.content != second.content
+    assert first.headline == "NO ERRORS FOUND"
+    assert audit(AuditRequest(same, numbers=False)).content is None

@@ -307,3 +307,23 @@ def test_what_has_no_row_a_token_is_left_out(whole: Path, tmp_path: Path) -> Non
     assert left > 0
     assert {compared_tokens.calls for compared_tokens in made} <= {len(IDS), 0}
     assert not any(compared_tokens.output == "entry_offsets" for compared_tokens in made)
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict"),
+    [({}, "UNSTABLE"), ({"content": None}, "DIFFERS"), ({"backend": "vllm"}, "DIFFERS")],
+    ids=["same content", "samples alone", "an engine"],
+)
+def test_only_a_hash_of_all_weights_makes_one_candidate(
+    facts: dict[str, Any], verdict: str, model: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folders = captured(model, tmp_path / "one"), captured(model, tmp_path / "two", 1.5)
+    for folder in folders:
+        manifest = folder / "manifest.json"
+        whole = json.loads(manifest.read_text())
+        assert whole["facts"]["source"]["content"]
+        whole["facts"] |= {name: value for name, value in facts.items() if name == "backend"}
+        whole["facts"]["source"] |= {n: value for n, value in facts.items() if n == "content"}
+        manifest.write_text(json.dumps(whole))
+    assert call(capsys, "--json", "compare", *folders).document["verdict"] == verdict

@@ -73,18 +73,6 @@ def test_what_is_nothing_of_these_is_refused(tmp_path: Path) -> None:
     pickled.write_bytes(b"never read")
     with pytest.raises(InvalidArgument, match="save_file"):
         recognise(str(pickled))
-    with pytest.raises(UnreadableFile, match="typo"):
-        recognise(str(tmp_path / "nowhere"))
-
-
-def test_an_id_of_the_hub_is_told_with_its_download(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnreadableFile, match="hub") as refused:
-        recognise("deepseek-ai/DeepSeek-V4-Flash")
-    command = "hf download deepseek-ai/DeepSeek-V4-Flash --local-dir DeepSeek-V4-Flash"
-    assert refused.value.remedy.endswith(command)
 
 
 def test_a_checkpoint_alone_is_audited_and_run_and_no_kernel_is_tested(tmp_path: Path) -> None:
