@@ -20,7 +20,7 @@ BIN := .venv/bin
 THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .NOTPARALLEL:
-.PHONY: help setup demo test suites slow lint types figures mutation real house docs wheel nightly vllm-env vllm-test vllm-pack vllm-prove vllm-any clean
+.PHONY: help setup demo test suites slow lint types figures mutation real house docs pages wheel nightly vllm-env vllm-test vllm-pack vllm-prove vllm-any clean
 
 help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
@@ -35,7 +35,7 @@ help:
 	@echo "make real     judge runs of SmolLM2 with its real weights, which are downloaded"
 	@echo "make mutation hold suites against mutants of the product, before tests are deleted: docs/house.md"
 	@echo "make house    print the figures of the house: lines, heads, comments, fullest folder"
-	@echo "also: setup lint types suites docs wheel clean"
+	@echo "also: setup lint types suites docs pages wheel clean"
 
 setup:
 	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" EXTRAS="$(EXTRAS)" sh .ci/setup
@@ -81,6 +81,10 @@ docs: setup
 	@$(BIN)/python -m degarble.suites.house.command_line
 	@$(BIN)/python -m degarble.suites.house.audit_rules
 	@$(BIN)/python -m degarble.suites.house.site
+
+# Pictures of report pages, by Chromium and its driver.
+pages: setup
+	@$(THREADS) $(BIN)/python -m degarble.suites.reports.screenshots
 
 wheel: setup
 	@rm -rf build

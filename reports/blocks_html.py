@@ -1,4 +1,4 @@
-"""Render each typed block of a report as one HTML element; maps and trends are in maps_html."""
+"""Render each typed block of a report as one HTML element; maps and plots have their modules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from degarble.harness.report.blocks import (
     Code,
     ColumnKind,
     Details,
+    ErrorPicture,
     Facts,
     Figure,
     Files,
     HeatMap,
     JudgedMap,
     Looks,
+    Points,
     Profile,
     Sentence,
     Table,
@@ -33,12 +35,16 @@ from degarble.reports.maps_html import (
     files_element,
     heat_map_element,
     judged_map_element,
-    profile_element,
     tone_map_element,
-    trends_element,
     voices_element,
 )
 from degarble.reports.markup import h
+from degarble.reports.plots_html import (
+    picture_element,
+    points_element,
+    profile_element,
+    trends_element,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,10 +113,17 @@ class Head(Protocol):
         """Return it; `choose`: the column can be filtered by its words."""
 
 
+class CellMaker(Protocol):
+    """A function that returns one cell."""
+
+    def __call__(self, value: Cell, column: Column, *, labelled: bool = False) -> HtmlElement:
+        """Return it; `labelled`: with the name of its column, for narrow screens."""
+
+
 def catalogue_element(
     block: Catalogue,
     head: Head,
-    cell: Callable[[Cell, Column, bool], HtmlElement],
+    cell: CellMaker,
     inner: Callable[[Block], HtmlElement],
 ) -> HtmlElement:
     """Turn a catalogue into a table; heads, cells and inner blocks look as everywhere."""
@@ -130,11 +143,11 @@ def catalogue_element(
 def _catalogue_row(
     block: Catalogue,
     entry: CatalogueEntry,
-    cell: Callable[[Cell, Column, bool], HtmlElement],
+    cell: CellMaker,
     inner: Callable[[Block], HtmlElement],
 ) -> HtmlElement:
     *front, last = zip(entry.cells, block.columns, strict=True)
-    cells = [cell(value, column, False) for value, column in front]
+    cells = [cell(value, column, labelled=True) for value, column in front]
     return h("tr", None, cells, _last(entry, *last, inner))
 
 
@@ -208,6 +221,10 @@ def block_element(block: Block) -> HtmlElement:
             return judged_map_element(block)
         case Profile():
             return profile_element(block)
+        case Points():
+            return points_element(block)
+        case ErrorPicture():
+            return picture_element(block)
         case TextComparison():
             return voices_element(block)
         case Files():
@@ -247,7 +264,11 @@ def _literal(text: str, code: bool) -> HtmlElement | str:
 def _table(block: Table) -> HtmlElement:
     heads = [head(column) for column in block.columns]
     rows = [
-        h("tr", None, [cell(value, block.columns[i], i == 0) for i, value in enumerate(row)])
+        h(
+            "tr",
+            None,
+            [cell(value, block.columns[i], heading=i == 0) for i, value in enumerate(row)],
+        )
         for row in block.rows
     ]
     table = h(
@@ -277,16 +298,19 @@ def head(column: Column, choose: bool = False) -> HtmlElement:
     return h("th", attributes, column.name)
 
 
-def cell(value: Cell, column: Column, heading: bool) -> HtmlElement:
-    """Return one cell; a heading names its row."""
+def cell(
+    value: Cell, column: Column, *, heading: bool = False, labelled: bool = False
+) -> HtmlElement:
+    """Return one cell; a heading names its row, a label its column."""
     text = words.cell(value, column)
     tone = words.tone_of(value, column)
     attributes: dict[str, str | bool | None] = {}
     if words.is_number(column):
         attributes["class"] = "number"
-        attributes["data-label"] = column.name
+        if labelled:
+            attributes["data-label"] = column.name
         if isinstance(value, (int, float)):
-            attributes["data-value"] = repr(value)
+            attributes["data-value"] = f"{value:.6g}" if isinstance(value, float) else str(value)
     content: HtmlElement | str = text
     if column.kind is ColumnKind.CODE and value is not None:
         content = h("code", None, text)

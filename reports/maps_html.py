@@ -1,4 +1,4 @@
-"""Render maps, profiles, texts side by side and trends as HTML.
+"""Render maps, texts side by side and lists of files as HTML.
 
 Colour is never alone: a cell has its number, sign or words as well.
 """
@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from degarble.harness.report.blocks import Tone
 from degarble.reports import words
 from degarble.reports.markup import h
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from degarble.harness.report.blocks import (
-        Band,
         Files,
         HeatMap,
         HeatScale,
@@ -25,11 +22,8 @@ if TYPE_CHECKING:
         JudgedMap,
         Mark,
         ModelText,
-        Profile,
         TextComparison,
         ToneMap,
-        Trend,
-        Trends,
     )
     from degarble.reports.markup import HtmlElement
 
@@ -170,62 +164,101 @@ def _swatch(name: str, sign: str) -> HtmlElement:
 
 
 # --------------------------------------------------------------------------------------------------
-# Render the blocks of a replay as HTML: judged maps, profiles, texts side by side, files.
+# Render the blocks of a replay as HTML: judged maps, texts side by side, files.
 #
-# Cells of a judged map have a shade, a sign and their number, so that colour is never alone. A
-# profile is drawn and also described in words. The place where texts differ is marked and
-# described.
+# Cells of a judged map have a shade, a sign and their number, so that colour is never alone. The
+# place where texts differ is marked and described.
 
 JUDGED_SHADES = 9
 _COMPACT_FROM = 13  # columns; numbers no longer fit side by side
-_LABELLED = 12  # values of a profile that are labelled one by one
-_PROFILE_HIGH = 40.0  # of a profile's drawing
+_ENDS = "ends"  # the column of what belongs to no layer
+_TICKS = 5  # of many columns every fifth is named
+_FOLDED = 3  # rows from which those without a difference are folded
 
 
 def judged_map_element(block: JudgedMap) -> HtmlElement:
-    """Turn the map into a table with a legend."""
-    compact = len(block.column_labels) >= _COMPACT_FROM
+    """Turn the map into tables with a legend; fold rows without a difference and healthy layers."""
+    every = range(len(block.column_labels))
+    quiet = [at for at, row in enumerate(block.readings) if _is_exact(block, row)]
+    quiet = quiet if len(quiet) >= _FOLDED else []
+    rows = [at for at in range(len(block.row_labels)) if at not in quiet]
+    sick = [at for at in every if any(_stands_out(row[at]) for row in block.readings)]
+    healthy = [at for at in every if at not in sick and block.column_labels[at] != _ENDS]
+    folded = len(every) >= _COMPACT_FROM and bool(sick) and bool(healthy)
+    open_ones = [at for at in every if not folded or at not in healthy]
+    parts = [_judged_table(block, rows, open_ones, block.caption)]
+    if folded:
+        names = f"{_counted(healthy, block.column_title)} in which nothing differs"
+        parts.append(_fold(names, _judged_table(block, rows, healthy, names)))
+    if quiet:
+        exact = "1" if block.near_one else "0"
+        names = f"{_counted(quiet, block.row_title)} at {exact} in every {block.column_title}"
+        listed = [h("li", None, h("code", None, block.row_labels[at])) for at in quiet]
+        parts.append(_fold(names, h("ul", {"class": "names"}, listed)))
+    return h("div", {"class": "block"}, parts, _judged_legend(block))
+
+
+def _is_exact(block: JudgedMap, row: tuple[JudgedCell | None, ...]) -> bool:
+    """Return whether a row has cells, and in none of them any difference."""
+    cells = [reading for reading in row if reading is not None]
+    exact = 1.0 if block.near_one else 0.0
+    return bool(cells) and all(r.value == exact and r.tone is Tone.PLAIN for r in cells)
+
+
+def _stands_out(reading: JudgedCell | None) -> bool:
+    return reading is not None and reading.tone is not Tone.PLAIN
+
+
+def _counted(indices: list[int], noun: str) -> str:
+    return f"{len(indices)} {noun}{'' if len(indices) == 1 else 's'}"
+
+
+def _fold(summary: str, content: HtmlElement) -> HtmlElement:
+    return h("details", {"class": "quiet-part"}, h("summary", None, summary), content)
+
+
+def _judged_table(
+    block: JudgedMap, rows: list[int], columns: list[int], caption: str
+) -> HtmlElement:
+    compact = len(columns) >= _COMPACT_FROM
     corner = f"{block.row_title} \\ {block.column_title}"
-    heads = [h("th", {"scope": "col"}, label) for label in block.column_labels]
-    rows = [_judged_row(block, at, compact) for at in range(len(block.row_labels))]
+    heads = [_judged_head(block.column_labels[at], compact) for at in columns]
+    body = [_judged_row(block, at, columns, compact) for at in rows]
     table = h(
         "table",
         {"class": "heat judged dense" if compact else "heat judged"},
-        h("caption", None, h("span", {"class": "held"}, block.caption)),
+        h("caption", None, h("span", {"class": "held"}, caption)),
         h("thead", None, h("tr", None, h("td", {"class": "corner"}, corner), heads)),
-        h("tbody", None, rows),
+        h("tbody", None, body),
     )
-    region = {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": block.caption}
-    return h("div", {"class": "block"}, h("div", region, table), _judged_legend(block))
+    region = {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": caption}
+    return h("div", region, table)
 
 
-def _judged_row(block: JudgedMap, at: int, compact: bool) -> HtmlElement:
-    label = block.row_labels[at]
-    cells = [
-        _judged_cell(block, reading, f"{label}, {block.column_title} {column}", compact)
-        for reading, column in zip(block.readings[at], block.column_labels, strict=True)
-    ]
-    return h("tr", None, h("th", {"scope": "row"}, label), cells)
+def _judged_head(label: str, compact: bool) -> HtmlElement:
+    """Return the head of a column; of many columns every fifth is seen, and all are read aloud."""
+    hidden = compact and label.isdecimal() and int(label) % _TICKS
+    return h("th", {"scope": "col"}, h("span", {"class": "quiet"}, label) if hidden else label)
 
 
-def _judged_cell(
-    block: JudgedMap, reading: JudgedCell | None, place: str, compact: bool
-) -> HtmlElement:
+def _judged_row(block: JudgedMap, at: int, columns: list[int], compact: bool) -> HtmlElement:
+    cells = [_judged_cell(block, block.readings[at][column], compact) for column in columns]
+    return h("tr", None, h("th", {"scope": "row"}, block.row_labels[at]), cells)
+
+
+def _judged_cell(block: JudgedMap, reading: JudgedCell | None, compact: bool) -> HtmlElement:
     if reading is None:
-        return h("td", {"class": "none"}, h("span", {"class": "quiet"}, "nothing there"))
+        return h("td", {"class": "none"}, h("span", {"class": "quiet"}, _NOTHING))
     text = _judged_number(block, reading.value)
     said = words.reading(reading.tone, dict(block.legend))
     sign = h("span", {"class": "sign", "aria-hidden": "true"}, words.SIGNS.get(reading.tone, ""))
-    parts = [
+    parts: list[HtmlElement | str | None] = [
         sign if words.SIGNS.get(reading.tone) else None,
-        h("span", {"class": "quiet" if compact else None}, text),
+        h("span", {"class": "quiet"}, text) if compact else h("span", None, text),
         h("span", {"class": "quiet"}, f", {said}") if said else None,
     ]
     inner = [part for part in parts if part is not None]
-    unit = f" {block.unit}" if block.unit and reading.value is not None else ""
-    title = f"{place}: {text}{unit}{f'; {reading.note}' if reading.note else ''}"
-    told = compact or bool(reading.note)
-    attributes = {"class": _look(block, reading), "title": title if told else None}
+    attributes = {"class": _look(block, reading), "title": reading.note or None}
     if reading.anchor:
         return h("td", attributes, h("a", {"href": f"#{reading.anchor}"}, inner))
     return h("td", attributes, inner)
@@ -241,7 +274,9 @@ def _look(block: JudgedMap, reading: JudgedCell) -> str:
     tone = "" if reading.tone is Tone.PLAIN else f" is-{reading.tone}"
     if reading.value is None or math.isnan(reading.value):
         return f"unsaid{tone}"
-    return f"h{min(JUDGED_SHADES - 1, block.passed(reading.value))}{tone}"
+    # A cosine is no verdict: it has a shade only where the output is beyond its budget.
+    plain = block.near_one and reading.tone is not Tone.BAD
+    return f"h{0 if plain else min(JUDGED_SHADES - 1, block.passed(reading.value))}{tone}"
 
 
 def _judged_legend(block: JudgedMap) -> HtmlElement:
@@ -260,75 +295,6 @@ def _judged_legend(block: JudgedMap) -> HtmlElement:
     unit = h("span", {"class": "unit"}, block.unit) if block.unit else None
     scale = h("span", {"class": "steps"}, swatches)
     return h("p", {"class": "legend"}, scale, unit, tones)
-
-
-def profile_element(block: Profile) -> HtmlElement:
-    """Draw the numbers as bars side by side, and describe them."""
-    text = _profile_words(block)
-    count = max(1, len(block.values))
-    box = {"viewBox": f"0 0 {count} {_PROFILE_HIGH:g}", "preserveAspectRatio": "none"}
-    reach = _reach(block)
-    path = "".join(_profile_bars(block, reach))
-    drawing = h(
-        "svg",
-        {"class": "profile", "role": "img", "aria-label": f"{block.caption}: {text}", **box},
-        h("path", {"d": path}) if path else None,
-        _limit(block, reach, count),
-    )
-    few = len(block.labels) <= _LABELLED
-    below = (
-        [h("span", None, label) for label in block.labels]
-        if few
-        else [h("span", None, block.labels[0]), h("span", None, block.labels[-1])]
-    )
-    axis = h("p", {"class": "axis each" if few else "axis", "aria-hidden": "true"}, below)
-    caption = h("p", {"class": "caption"}, block.caption)
-    return h("div", {"class": "block profiled"}, caption, drawing, axis, h("p", None, text))
-
-
-def _reach(block: Profile) -> float:
-    values = [v for v in (*block.values, block.limit) if v is not None and math.isfinite(v)]
-    return max((_scaled(block, value) for value in values), default=0.0) or 1.0
-
-
-def _scaled(block: Profile, value: float) -> float:
-    value = max(0.0, value)
-    return math.log10(1.0 + value) if block.logarithmic else value
-
-
-def _profile_bars(block: Profile, reach: float) -> Iterator[str]:
-    for at, value in enumerate(block.values):
-        if value is None or value <= 0:
-            continue
-        share = _scaled(block, value) / reach if math.isfinite(value) else 1.0
-        top = _PROFILE_HIGH - max(0.5, _PROFILE_HIGH * share)  # what is not nothing is seen
-        yield f"M{at + 0.06:.5g} {_PROFILE_HIGH:g}V{top:.3g}h.88V{_PROFILE_HIGH:g}z"
-
-
-def _limit(block: Profile, reach: float, count: int) -> HtmlElement | None:
-    if block.limit is None:
-        return None
-    at = f"{_PROFILE_HIGH * (1 - _scaled(block, block.limit) / reach):.3g}"
-    return h("line", {"class": "limit", "x1": "0", "x2": str(count), "y1": at, "y2": at})
-
-
-def _profile_words(block: Profile) -> str:
-    unit = f" {block.unit}" if block.unit else ""
-    known = [(v, label) for v, label in zip(block.values, block.labels, strict=True) if v]
-    if not known:
-        return f"0{unit} everywhere"
-    if len(block.values) <= _LABELLED:
-        pairs = (f"{label}: {_figure(block, v)}" for v, label in known)
-        return f"{', '.join(pairs)}{unit}"
-    most, where = max(known, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
-    zero = sum(value == 0 for value in block.values)
-    rest = f"; 0 at {zero:,} of {len(block.values):,}" if zero else ""
-    limit = "" if block.limit is None else f"; line at {words.number(block.limit, 3)}"
-    return f"most {words.number(most, 3)}{unit} at {where}{rest}{limit}"
-
-
-def _figure(block: Profile, value: float) -> str:
-    return f"{value:,.0f}" if block.logarithmic else words.number(value, 3)
 
 
 def voices_element(block: TextComparison) -> HtmlElement:
@@ -367,91 +333,3 @@ def files_element(block: Files) -> HtmlElement:
     ]
     caption = h("p", {"class": "caption"}, block.caption)
     return h("div", {"class": "block files"}, caption, h("ul", None, rows))
-
-
-# --------------------------------------------------------------------------------------------------
-# Render histories as an HTML table of series, each drawn small, with its latest value and a note.
-#
-# Bands run from the least to the largest of neighbouring nights, in the series' own range; a line
-# marks where a change began. What is drawn is also described in words.
-
-_TREND_HIGH = 24.0  # of a drawing; its width is one a band
-_LEAST = 1.2  # height of a band that is one value
-
-
-def trends_element(block: Trends) -> HtmlElement:
-    """Turn the histories into a table."""
-    unit = f", {block.unit}" if block.unit else ""
-    heads = ("place", f"{block.first} to {block.last}", f"latest{unit}", "last green", "note")
-    table = h(
-        "table",
-        {"class": "data trends"},
-        h("caption", None, h("span", {"class": "held"}, block.caption)),
-        h("thead", None, h("tr", None, [_head(at, head) for at, head in enumerate(heads)])),
-        h("tbody", None, [_trend_row(row) for row in block.rows]),
-    )
-    region = {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": block.caption}
-    return h("div", {"class": "block"}, h("div", region, table))
-
-
-def _head(at: int, text: str) -> HtmlElement:
-    return h("th", {"scope": "col", "class": "number" if at in (2, 3) else None}, text)
-
-
-def _trend_row(row: Trend) -> HtmlElement:
-    tone = words.SIGNS.get(row.tone, "")
-    note = [
-        h("span", {"class": "sign", "aria-hidden": "true"}, f"{tone} ") if tone else None,
-        row.note,
-    ]
-    return h(
-        "tr",
-        {"class": f"is-{row.tone}" if tone else None},
-        h("th", {"scope": "row"}, h("code", None, row.label)),
-        h("td", {"class": "drawn"}, _drawing(row)),
-        h("td", {"class": "number"}, _trend_number(row.latest)),
-        h("td", {"class": "number"}, _trend_number(row.green)),
-        h("td", None, [each for each in note if each]),
-    )
-
-
-def _trend_number(value: float | None) -> str:
-    return words.DASH if value is None else words.number(value, 3)
-
-
-def _drawing(row: Trend) -> HtmlElement:
-    known = [band for band in row.bands if _is_drawn(band)]
-    low = min((band[0] for band in known), default=0.0)
-    high = max((band[1] for band in known), default=0.0)
-    said = f"from {words.number(low, 3)} to {words.number(high, 3)}" if known else "no values"
-    times = len(row.moved_at)
-    moves = f", moved {'once' if times == 1 else f'{times} times'}" if times else ""
-    box = {
-        "viewBox": f"0 0 {max(1, len(row.bands))} {_TREND_HIGH:g}",
-        "preserveAspectRatio": "none",
-    }
-    path = "".join(_trend_bars(row, low, high))
-    lines = "".join(f"M{at} 0v{_TREND_HIGH:g}" for at in row.moved_at)
-    return h(
-        "svg",
-        {"class": "trend", "role": "img", "aria-label": f"{said}{moves}", **box},
-        h("path", {"d": path}) if path else None,
-        h("path", {"d": lines, "class": "move"}) if lines else None,
-    )
-
-
-def _is_drawn(band: Band) -> TypeGuard[tuple[float, float]]:
-    return band is not None and all(math.isfinite(value) for value in band)
-
-
-def _trend_bars(row: Trend, low: float, high: float) -> list[str]:
-    reach = high - low
-    drawn = []
-    for at, band in enumerate(row.bands):
-        if not _is_drawn(band):
-            continue
-        bottom, top = (((value - low) / reach if reach else 0.5) for value in band)
-        height = max(_LEAST, (top - bottom) * (_TREND_HIGH - _LEAST))
-        y = (1 - top) * (_TREND_HIGH - _LEAST)
-        drawn.append(f"M{at} {y:.3g}h1v{height:.3g}h-1z")
-    return drawn

@@ -88,6 +88,7 @@ _ATTRIBUTES = frozenset(
         "data-sort",
         "data-tabs",
         "data-value",
+        "data-zoom",
         "fill",
         "height",
         "hidden",

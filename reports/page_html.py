@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+from degarble.harness.report.blocks import Details
 from degarble.reports import words
 from degarble.reports.blocks_html import badge, block_element, code_element, icon
 from degarble.reports.markup import escape, h
@@ -59,7 +60,7 @@ def sprite() -> HtmlElement:
 # inside, and its content security policy names their hashes and forbids the rest, so injected
 # markup could neither run nor fetch.
 
-SIZE_LIMIT = 3_000_000  # bytes; a page is mailed and attached
+SIZE_LIMIT = 2_000_000  # bytes; a page is mailed and attached
 
 
 @cache
@@ -147,7 +148,7 @@ def _short(digest: str) -> str:
 def _findings(page: Page) -> HtmlElement | None:
     if not page.findings:
         return None
-    cards = [_finding(number, finding) for number, finding in enumerate(page.findings, 1)]
+    cards = [_finding(number, page, finding) for number, finding in enumerate(page.findings, 1)]
     return h(
         "section",
         {"id": "findings", "aria-labelledby": "findings-title"},
@@ -156,7 +157,7 @@ def _findings(page: Page) -> HtmlElement | None:
     )
 
 
-def _finding(number: int, finding: PageFinding) -> HtmlElement:
+def _finding(number: int, page: Page, finding: PageFinding) -> HtmlElement:
     origin = finding.origin
     site, *narrower = words.place(origin)
     where = [h("span", {"class": "narrower"}, text) for text in narrower]
@@ -165,13 +166,8 @@ def _finding(number: int, finding: PageFinding) -> HtmlElement:
         h("span", {"class": "figure"}, h("span", None, name), " ", h("strong", None, value))
         for name, value in words.measures(origin)
     ]
-    parts: list[tuple[str, object]] = [
-        ("Origin", h("p", None, h("code", None, site), where)),
-        (
-            "Evidence",
-            h("div", None, h("p", None, origin.evidence), h("p", {"class": "figures"}, figures)),
-        ),
-    ]
+    evidence = h("div", None, h("p", None, origin.evidence), h("p", {"class": "figures"}, figures))
+    parts: list[tuple[str, object]] = [("Evidence", evidence)]
     if finding.remedy:
         parts.append(("Remedy", h("p", None, finding.remedy)))
     if finding.reproduction:
@@ -179,17 +175,26 @@ def _finding(number: int, finding: PageFinding) -> HtmlElement:
         parts.append(("Reproduce", code_element(finding.reproduction, label)))
     rows = [h("div", None, h("dt", None, n), h("dd", None, e)) for n, e in parts]  # type: ignore[arg-type]
     note = h("p", {"class": "note"}, finding.note) if finding.note else None
-    title = h("h3", None, finding.cause, " ", fault)
-    return h("li", None, h("article", {"class": "finding"}, title, h("dl", None, rows), note))
+    # The sentence stands once: that of the first finding is usually the title of the page.
+    said = finding.cause in page.sentence
+    cause = None if said else h("p", {"class": "cause"}, finding.cause)
+    title = h("h3", None, h("code", None, site), " ", fault, where)
+    shown = finding.blocks if number == 1 else finding.blocks[:1]
+    blocks = [block_element(block) for block in shown]
+    if finding.blocks[len(shown) :]:
+        closer = Details("Closer, and in ulps", finding.blocks[len(shown) :])
+        blocks.append(h("div", {"class": "block"}, block_element(closer)))
+    card = h("article", {"class": "finding"}, title, cause, blocks, h("dl", None, rows), note)
+    return h("li", None, card)
 
 
 def _panels(page: Page) -> list[HtmlElement]:
-    panels = [_panel(panel) for panel in page.ordered_panels if panel.verdict is not None]
-    absent = [_panel(panel) for panel in page.ordered_panels if panel.verdict is None]
+    panels = [_panel(panel, page) for panel in page.ordered_panels if panel.verdict is not None]
+    absent = [_panel(panel, page) for panel in page.ordered_panels if panel.verdict is None]
     return [*panels, h("div", {"class": "absences"}, absent)] if absent else panels
 
 
-def _panel(panel: Panel) -> HtmlElement:
+def _panel(panel: Panel, page: Page) -> HtmlElement:
     title = f"{panel.kind}-title"
     attributes = {"id": panel.kind, "aria-labelledby": title}
     heading = h("h2", {"id": title}, words.PANEL_TITLES[panel.kind])
@@ -199,7 +204,8 @@ def _panel(panel: Panel) -> HtmlElement:
     question = h("p", {"class": "question"}, words.PANEL_QUESTIONS[panel.kind])
     head = h("div", {"class": "panel-head"}, heading, question, badge(panel.verdict, panel.word))
     blocks = [block_element(block) for block in panel.blocks]
-    return h("section", {**attributes, "class": "panel"}, head, summary, blocks)
+    told = None if panel.sentence == page.sentence else summary
+    return h("section", {**attributes, "class": "panel"}, head, told, blocks)
 
 
 def _provenance(page: Page) -> HtmlElement:

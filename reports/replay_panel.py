@@ -1,11 +1,10 @@
-"""Build the replay and text panels of a page, and the chart of a whole run."""
+"""Build the replay and text panels of a page, and the plot of a whole run."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from degarble.harness.report.blocks import (
     Code,
@@ -14,13 +13,13 @@ from degarble.harness.report.blocks import (
     Details,
     Fact,
     Facts,
-    Figure,
     Files,
     JudgedCell,
     JudgedMap,
     Look,
     Looks,
     ModelText,
+    Points,
     Profile,
     Sentence,
     Tab,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from degarble.harness.report.blocks import Block
     from degarble.harness.report.replay_record import (
         CloseLook,
+        Histogram,
         JudgedOutput,
         ReplayRecord,
         TextRecord,
@@ -48,110 +48,46 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Static SVG charts of a whole run against its budgets, drawn by matplotlib.
-#
-# Colours are written as variables that the picture sets by the light or dark scheme of the page.
-# Equal records give equal bytes.
+# The whole run against its budgets, in its order.
 
-_FLOOR = 1e-3  # of a budget: what is nearer is drawn here
-_INK, _SOFT, _GOOD, _BAD, _LINE = "#010203", "#040506", "#070809", "#0a0b0c", "#0d0e0f"
-# Marker colours become variables; the picture chooses by the reader's scheme.
-_STYLE = """<style>
-:root { --ink: #18212b; --soft: #566270; --good: #0b5cad; --bad: #b23a07; --line: #dde2e8; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6ebf0; --soft: #9aa8b6; --good: #7cb7f5; --bad: #ff9c66; --line: #2a3440; }
-}
-@media print {
-  :root { --ink: #18212b; --soft: #566270; --good: #0b5cad; --bad: #b23a07; --line: #dde2e8; }
-}
-</style>"""
-_VARIABLES = {_INK: "ink", _SOFT: "soft", _GOOD: "good", _BAD: "bad", _LINE: "line"}
+_TICKS = 5  # of many layers every fifth is named
+_FEW_LAYERS = 12
 
 
-def run_chart(record: ReplayRecord) -> Figure:
+def run_chart(record: ReplayRecord) -> Points:
     """Draw every judged output in the order of the run, by its difference in budgets."""
-    judged = [output for output in record.outputs if output.ratio is not None]
-    known = [output for output in judged if not math.isnan(output.ratio or 0.0)]
-    beyond = [output for output in known if output.verdict is Verdict.DIFFERS]
+    known = [
+        output
+        for output in record.outputs
+        if output.ratio is not None and not math.isnan(output.ratio)
+    ]
+    beyond = tuple(at for at, each in enumerate(known) if each.verdict is Verdict.DIFFERS)
     worst = max(known, key=lambda output: output.ratio or 0.0, default=None)
     said = f"{len(known):,} outputs in the order of the run, {len(beyond):,} beyond their budget"
     if worst is not None:
         said += f"; the furthest is {worst.site} at {number(worst.ratio or 0.0, 3)} budgets"
-    caption = "Every output in the order of the run: the first one above the line is where it began"
-    return Figure(caption, f"{said}.", _drawn(known))
+    return Points(
+        "Every output in the order of the run: the first one above the line is where it began; "
+        "equal ones are not drawn",
+        "layer",
+        "budgets (1 is what a correct kernel may differ)",
+        tuple(output.ratio for output in known),
+        f"{said}.",
+        beyond,
+        layer_ticks([output.column for output in known]),
+        1.0,
+    )
 
 
-def _drawn(outputs: list[JudgedOutput]) -> str:
-    from matplotlib import rc_context  # noqa: PLC0415  half a second, and only where a run is drawn
-    from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
-    from matplotlib.figure import Figure as Drawing  # noqa: PLC0415
-
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "degarble",
-        "font.family": "sans-serif",
-    }
-    with rc_context(settings):
-        drawing = Drawing(figsize=(9.6, 2.7))
-        FigureCanvasSVG(drawing)
-        axes = drawing.add_axes((0.075, 0.17, 0.915, 0.76))
-        axes.set_yscale("log")
-        finite = [output.ratio or 0.0 for output in outputs if math.isfinite(output.ratio or 0.0)]
-        top = max([3.0, *finite]) * 3
-        for good in (True, False):
-            chosen = [
-                (at, min(top, max(_FLOOR, output.ratio or 0.0)))
-                for at, output in enumerate(outputs)
-                if (output.verdict is not Verdict.DIFFERS) is good
-            ]
-            mark: Any = (
-                {"marker": "o", "markersize": 2.6} if good else {"marker": "X", "markersize": 7}
-            )
-            colour = _GOOD if good else _BAD
-            x, y = [pair[0] for pair in chosen], [pair[1] for pair in chosen]
-            axes.plot(x, y, linestyle="none", color=colour, markeredgewidth=0, **mark)
-        axes.axhline(1.0, color=_BAD, linewidth=1.2, linestyle=(0, (4, 3)))
-        _layers(axes, outputs)
-        axes.set_ylim(_FLOOR / 2, top * 2)
-        _decades(axes, top)
-        axes.set_xlim(-1, max(1, len(outputs)))
-        axes.set_ylabel("budgets", color=_SOFT, fontsize=9)
-        axes.tick_params(colors=_SOFT, labelsize=8, length=3, which="both")
-        for name, spine in axes.spines.items():
-            spine.set_color(_LINE)
-            spine.set_visible(name in ("left", "bottom"))
-        drawing.patch.set_alpha(0)
-        axes.patch.set_alpha(0)
-        stream = StringIO()
-        drawing.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
-    return _themed(stream.getvalue())
-
-
-def _decades(axes: Any, top: float) -> None:
-    """Name every other power of ten, in plain digits."""
-    powers = range(round(math.log10(_FLOOR)), math.ceil(math.log10(top)) + 1)
-    shown = list(powers)[:: 1 + len(powers) // 6]
-    axes.set_yticks([10.0**power for power in shown], [f"{10.0**power:g}" for power in shown])
-    axes.set_yticks([], minor=True)
-
-
-def _layers(axes: Any, outputs: list[JudgedOutput]) -> None:
-    """Name the layers on the axis of the run."""
+def layer_ticks(columns: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Return where each layer begins; of many layers every fifth."""
     starts: dict[str, int] = {}
-    for at, output in enumerate(outputs):
-        starts.setdefault(output.column, at)
+    for at, name in enumerate(columns):
+        starts.setdefault(name, at)
     named = [(at, name) for name, at in starts.items() if name != "ends"]
-    step = max(1, len(named) // 16)
-    shown = named[::step]
-    axes.set_xticks([at for at, _ in shown], [f"layer {name}" for _, name in shown])
-
-
-def _themed(svg: str) -> str:
-    """Replace the marker colours by variables."""
-    for colour, name in _VARIABLES.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    head, mark, rest = svg.partition("<defs>")
-    return f"{head}{_STYLE}{mark}{rest}"
+    if len(named) <= _FEW_LAYERS:
+        return tuple(named)
+    return tuple((at, name) for at, name in named if name.isdecimal() and not int(name) % _TICKS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -164,11 +100,13 @@ def _themed(svg: str) -> str:
 if TYPE_CHECKING:
     Cells = Mapping[tuple[str, str], Sequence[JudgedOutput]]
 
+CARDS = 5  # findings on the first screen
 LOOKS = 400  # close looks on a page; a model of 61 layers has some 2,600 outputs
 MAP = "replay-map"
+_FEW_LEVELS = 3  # of an output that agrees
 _FIRST = 3  # close looks that are open, and that are printed
 _LISTED = 40  # outputs of a kind that are listed by name
-_BUDGET_STEPS = (0.35, 0.7, 1.0, 3.0, 10.0, 100.0, 1e4, 1e6)
+BUDGET_STEPS = (1.0, 2.0, 5.0, 10.0, 100.0, 1e3, 1e4, 1e6)  # a difference within 1 has no colour
 _COSINE_STEPS = (1 - 1e-8, 1 - 1e-6, 1 - 1e-5, 1 - 1e-4, 0.999, 0.99, 0.9, 0.5)
 _LEGEND = ((Tone.BAD, "differs"), (Tone.WARNING, "undecided"))
 
@@ -176,12 +114,16 @@ _LEGEND = ((Tone.BAD, "differs"), (Tone.WARNING, "undecided"))
 def replay_panel(
     record: ReplayRecord, files: tuple[tuple[str, str], ...] = (), most: int = LOOKS
 ) -> Panel:
-    """Make the panel; `files` are in the page's folder, `most` limits its close looks."""
+    """Make the panel; `files` are in the page's folder, `most` limits its close looks.
+
+    Findings that are cards on the first screen are not repeated here.
+    """
     chosen = worst_first(record.outputs)[:most]
     anchors = {id(output): f"look-{at}" for at, output in enumerate(chosen)}
     blocks: list[Block] = [
         *(Sentence(text, Tone.NOTE) for text in record.preface),
-        *(Sentence(text, Tone.BAD) for text in record.findings),
+        *(Sentence(text, Tone.BAD) for text in record.findings[CARDS:]),
+        *([run_chart(record)] if record.outputs else []),
         *_maps(record, anchors),
     ]
     if chosen:
@@ -191,8 +133,6 @@ def replay_panel(
         blocks.append(Sentence(f"{text}the worst ones; the tables have all of them.", Tone.NOTE))
     if files:
         blocks.append(Files("The same as tables", files))
-    if record.outputs:
-        blocks.append(run_chart(record))
     blocks += [*_flips(record), *_undecided(record), *_notes(record)]
     if record.facts:
         facts = tuple(Fact(name, value, code=True) for name, value in record.facts)
@@ -248,7 +188,7 @@ def _maps(record: ReplayRecord, anchors: Mapping[int, str]) -> list[Block]:
             tuple(_reading(cells.get((row, column), ()), chosen, anchors) for column in columns)
             for row in rows
         )
-        steps = _COSINE_STEPS if cosine else _BUDGET_STEPS
+        steps = _COSINE_STEPS if cosine else BUDGET_STEPS
         return JudgedMap(
             title, "component", "layer", rows, columns, readings, steps, unit, cosine, _LEGEND
         )
@@ -340,25 +280,26 @@ def _close(output: JudgedOutput) -> tuple[Block, ...]:
     blocks: list[Block] = [_output_sentence(output), _figures(output)]
     if look.worst is not None:
         blocks.append(_worst(look))
-    blocks += [
-        Profile(f"Relative difference by {a.name}", a.labels, a.values)
-        for a in look.along
-        if a.values
-    ]
-    if look.histogram is not None:
-        histogram = look.histogram
-        counts = tuple(float(count) for count in histogram.counts)
-        caption = (
-            f"Elements by distance from the twin, in {histogram.unit}; heights are logarithmic"
-        )
-        blocks.append(
-            Profile(caption, histogram.labels, counts, "elements", None, logarithmic=True)
-        )
+    if output.verdict is not Verdict.AGREES:  # of the others the tables have them
+        blocks += [
+            Profile(f"Relative difference by {a.name}", a.labels, a.values)
+            for a in look.along
+            if a.values
+        ]
+    if look.histogram is not None and output.identical != 1:
+        blocks.append(distances(look.histogram, "the twin"))
     if look.places:
-        blocks.append(_places(look))
+        blocks.append(_places(look, _FEW_LEVELS if output.verdict is Verdict.AGREES else None))
     if look.derivation:
         blocks.append(Code("\n".join(look.derivation), "How the budget comes about"))
     return tuple(blocks)
+
+
+def distances(histogram: Histogram, other: str) -> Profile:
+    """Return the distribution of the candidate's distances from another side."""
+    counts = tuple(float(count) for count in histogram.counts)
+    caption = f"Elements by distance from {other}, in {histogram.unit}"
+    return Profile(caption, histogram.labels, counts, "elements", None, logarithmic=True)
 
 
 def _output_sentence(output: JudgedOutput) -> Sentence:
@@ -422,7 +363,7 @@ def _worst(look: CloseLook) -> Table:
     )  # fmt: skip
 
 
-def _places(look: CloseLook) -> Table:
+def _places(look: CloseLook, most: int | None) -> Table:
     columns = (
         Column("level"),
         Column("worst place"),
@@ -430,7 +371,7 @@ def _places(look: CloseLook) -> Table:
         Column("budget", ColumnKind.NUMBER),
         Column("in budgets", ColumnKind.NUMBER),
     )
-    rows = tuple((p.level, p.place, p.measured, p.allowed, p.ratio) for p in look.places)
+    rows = tuple((p.level, p.place, p.measured, p.allowed, p.ratio) for p in look.places[:most])
     return Table("Level by level: the worst place of each, in its own unit", columns, rows)
 
 

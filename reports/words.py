@@ -31,6 +31,7 @@ PANEL_TITLES = {
     PanelKind.KERNELS: "Kernels",
     PanelKind.HISTORY: "History",
     PanelKind.PROBE: "Probe",
+    PanelKind.COMPARE: "Comparison",
 }
 
 PANEL_QUESTIONS = {
@@ -40,6 +41,7 @@ PANEL_QUESTIONS = {
     PanelKind.KERNELS: "Which kernels ran, and how fast?",
     PanelKind.HISTORY: "Which night moved it?",
     PanelKind.PROBE: "Does the server give the same in every way?",
+    PanelKind.COMPARE: "Where do the two runs differ?",
 }
 
 
@@ -65,12 +67,31 @@ WORD_MEANINGS = {
 }
 
 
+# A comparison of two captures has no budget: equal means to the bit.
+COMPARE_MEANINGS = {
+    Verdict.AGREES: "both runs are equal to the bit",
+    Verdict.DIFFERS: "the runs differ in at least one output",
+}
+
+
+# A history has changes, and the verdict of its latest night.
+HISTORY_MEANINGS = {
+    Verdict.AGREES: "the latest night did not fail, and nothing is lost that it had",
+    Verdict.DIFFERS: "the latest night failed, or something is worse than it was",
+}
+
+
 def meaning(page: Page) -> str:
     """Return what the verdict of a page means, given what was judged there."""
     if page.word in WORD_MEANINGS:
         return WORD_MEANINGS[page.word]
     judged = {panel.kind for panel in page.panels if panel.verdict is not None}
-    alone = {PanelKind.AUDIT: AUDIT_MEANINGS, PanelKind.PROBE: PROBE_MEANINGS}
+    alone = {
+        PanelKind.AUDIT: AUDIT_MEANINGS,
+        PanelKind.PROBE: PROBE_MEANINGS,
+        PanelKind.COMPARE: COMPARE_MEANINGS,
+        PanelKind.HISTORY: HISTORY_MEANINGS,
+    }
     fields = alone.get(next(iter(judged)), {}) if len(judged) == 1 else {}
     return fields.get(page.verdict, page.verdict.meaning)
 

@@ -10,7 +10,14 @@ from degarble.harness.base.errors import UnreadableFile
 from degarble.harness.base.files import read_small_text
 from degarble.harness.history.panel import history_panel
 from degarble.harness.report.files import usable_folder, write_text
-from degarble.harness.report.page import Page, Subject, page_from_json, page_to_json, provenance
+from degarble.harness.report.page import (
+    MANIFEST,
+    Page,
+    Subject,
+    page_from_json,
+    page_to_json,
+    provenance,
+)
 from degarble.harness.report.verdict import SEVERITY, Verdict
 from degarble.reports.page_html import page_html
 from degarble.reports.page_text import page_text
@@ -78,8 +85,6 @@ def _severity(judged: Page | Panel) -> int:
 # The history of a checkpoint as terminal text, and as a panel of the checkpoint's page.
 #
 # The panel is added to the page of the checkpoint that the latest run measured.
-
-MANIFEST = "manifest"  # the fact of a run that names the checkpoint's page
 
 
 def history_page(history: History) -> Page:

@@ -51,6 +51,7 @@ WINDOWS = (2, 3, 5, 8)
 LONGEST = WINDOWS[-1]
 LEARNED = 12  # nights of a baseline that say how far its nights lie apart
 TESTED = 20  # nights of a baseline before anything is tested; in between the tails are learned
+LEARNING = TESTED + LONGEST - 1  # nights before the first that is tested: its window is no baseline
 ALARMS_A_YEAR = 0.25  # over all series; a quarter of what is promised: noise is not quite normal
 NIGHTS_A_YEAR = 365
 _COUNTS = 1.2  # of what each of two equal nights needs for a change

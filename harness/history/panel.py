@@ -1,21 +1,28 @@
 """Build the history panel of a checkpoint's page: what moved, and a trend for every series.
 
 The panel has one sentence, the changes with their commits, the last green run and the difference to
-it, trends (places that moved come first), and a table of the latest runs. To keep a page small,
-nights are grouped into bands and only the MOST places that differ most are drawn. A history without
-runs raises an error.
+it, trends, and a table of the latest runs. Places that moved come first and quiet ones are folded.
+To keep a page small, nights are grouped into bands, only the MOST places that differ most are
+drawn, and places that are always 0 are counted. A history without runs raises an error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.history.changes import LONGEST, bands, counted, explained_changes, last_green
-from degarble.harness.history.records import MEASURES
+from degarble.harness.history.changes import (
+    LEARNING,
+    LONGEST,
+    bands,
+    counted,
+    explained_changes,
+    last_green,
+)
+from degarble.harness.history.records import BUDGETS, MEASURES
 from degarble.harness.report.blocks import (
     Block,
     Code,
@@ -30,11 +37,12 @@ from degarble.harness.report.blocks import (
     Trend,
     Trends,
 )
+from degarble.harness.report.number_text import number
 from degarble.harness.report.page import Panel, PanelKind
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -43,9 +51,9 @@ if TYPE_CHECKING:
     from degarble.harness.history.store import HistoryStore, Nights, Stream
 
 MOST_BANDS = 60
-MOST = 400  # places that are drawn
+MOST = 120  # places that are drawn
 MOST_RUNS = 14  # latest runs in the table
-_FEW = 12  # changes that are listed before a fold
+_FEW = 12  # changes, and places, that are listed before a fold
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,20 @@ class History:
         """
         red = (move for move in self.moves if move.red and self._stands(move))
         return _first_of_each(red)
+
+    @property
+    def failed(self) -> StoredRun | None:
+        """The latest run, if it was judged and did not agree."""
+        last = self.runs[-1]
+        return last if last.verdict in (Verdict.DIFFERS, Verdict.UNSTABLE) else None
+
+    @property
+    def learning(self) -> str:
+        """How many nights are known, while they are too few to find a change; empty after that."""
+        nights = max((len(nights.nights) for _, nights in self.measured), default=0)
+        if nights > LEARNING:
+            return ""
+        return f"learning: {nights} of {LEARNING} nights, until then no change can be found"
 
     def _stands(self, move: ExplainedChange) -> bool:
         """Whether one of its last two nights is still worse than its measure allows.
@@ -115,30 +137,64 @@ def history_of(store: HistoryStore, stream: Stream, measures: Sequence[str] = ()
 def history_panel(history: History) -> Panel:
     """Return the panel of a history."""
     verdict = Verdict.DIFFERS if history.lost else Verdict.AGREES
+    if history.failed is not None:
+        verdict = Verdict(history.failed.verdict)
+    green = last_green(history.runs, Verdict.AGREES)
     blocks: list[Block] = [_changes(history), _green(history)]
-    blocks += [
-        trends_of(measure, nights, history.moves, last_green(history.runs, Verdict.AGREES))
-        for measure, nights in history.measured
-    ]
+    for measure, nights in history.measured:
+        blocks += _drawn(trends_of(measure, nights, history.moves, green))
     return Panel(PanelKind.HISTORY, sentence_of(history), verdict, (*blocks, _runs(history)))
 
 
 def sentence_of(history: History) -> str:
-    """Return a summary in one line."""
+    """Return a summary in one line: what failed, what moved, or that nothing did."""
     nights = len({run.night for run in history.runs})
     over = f"{counted(nights, 'night')} of {history.stream.subject} on {history.stream.machine}"
+    failed = history.failed
+    front = "" if failed is None else f"The latest run {failed.verdict}, on {failed.night}"
+    front += f"{_furthest(history)}. " if front else ""
     fresh = history.fresh
     if history.lost and not fresh:
         lost = counted(len(history.lost), "series")
-        return f"{lost} not back, over {over}: {history.lost[0].sentence}."
-    if not fresh:
-        before = f"; {counted(len(history.moves), 'earlier change')}" if history.moves else ""
-        return f"Nothing moved last night, over {over}{before}."
-    return f"{counted(len(fresh), 'series')} moved, over {over}. {fresh[0].sentence}."
+        return f"{front}{lost} not back, over {over}: {history.lost[0].sentence}."
+    if fresh:
+        moved = counted(len(fresh), "series")
+        return f"{front}{moved} moved, over {over}. {fresh[0].sentence}."
+    if history.learning and not history.moves:
+        return f"{front}{history.learning.capitalize()}, over {over}."
+    before = f"; {counted(len(history.moves), 'earlier change')}" if history.moves else ""
+    quiet = "No series moved" if failed is not None else "Nothing moved last night"
+    return f"{front}{quiet}, over {over}{before}."
+
+
+def _furthest(history: History) -> str:
+    """Return the place that is furthest beyond its budget, as the end of a sentence."""
+    found = [
+        (float(value), place)
+        for measure, nights in history.measured
+        for value, place in zip(nights.values[-1], nights.places, strict=True)
+        if _beyond(measure, float(value))
+    ]
+    if not found:
+        return ""
+    value, place = max(found)
+    return f": {place} at {number(value, 6)} of its budget"
+
+
+def _drawn(trends: Trends) -> Iterator[Block]:
+    """Yield what moved and the worst places; fold the others."""
+    moved = sum(row.tone is not Tone.PLAIN for row in trends.rows)
+    first, rest = trends.rows[: max(moved, _FEW)], trends.rows[max(moved, _FEW) :]
+    yield replace(trends, rows=first)
+    if rest:
+        summary = f"{counted(len(rest), 'quiet place')} of the same measure"
+        yield Details(summary, (replace(trends, rows=rest),))
 
 
 def _changes(history: History) -> Block:
     if not history.moves:
+        if history.learning:
+            return Sentence(f"{history.learning.capitalize()}.", Tone.NOTE)
         return Sentence("No series has moved.", Tone.GOOD)
     columns = (
         Column("place", ColumnKind.CODE),
@@ -202,9 +258,15 @@ def trends_of(
     newest = {explained_change.place: explained_change for explained_change in reversed(ours)}
     latest = _latest(nights)
     worst = np.where(np.isfinite(latest), latest * measure.worse, -np.inf)
+    zero = {at for at in range(len(nights.places)) if not np.nan_to_num(nights.values[:, at]).any()}
+    hidden = zero if len(nights.places) > _FEW else set()
     order = sorted(
-        range(len(nights.places)),
-        key=lambda at: (nights.places[at] not in starts, -float(worst[at])),
+        (at for at in range(len(nights.places)) if at not in hidden),
+        key=lambda at: (
+            not _beyond(measure, float(latest[at])),
+            nights.places[at] not in starts,
+            -float(worst[at]),
+        ),
     )[:MOST]
     per = max(1, -(-len(nights.nights) // MOST_BANDS))
     at_green = next((n for n, runs in enumerate(nights.runs) if green in runs), None)
@@ -221,14 +283,32 @@ def trends_of(
                 latest=_known(latest[at]),
                 green=_known(known),
                 moved_at=tuple(night_at[each] // per for each in starts.get(place, ())),
-                tone=Tone.PLAIN if move is None else Tone.BAD if move.red else Tone.WARNING,
-                note="" if move is None else f"moved on {move.first}",
+                tone=_tone(measure, float(latest[at]), move),
+                note="; ".join(
+                    [_BEYOND] * _beyond(measure, float(latest[at]))
+                    + ([f"moved on {move.first}"] if move is not None else [])
+                ),
             )
         )
     left_out = len(nights.places) - len(rows)
-    more = f"; {counted(left_out, 'quiet place')} not drawn" if left_out else ""
+    same = f", {len(hidden):,} of which are always 0" if hidden else ""
+    more = f"; {counted(left_out, 'quiet place')} not drawn{same}" if left_out else ""
     caption = f"{measure.meaning[:1].upper()}{measure.meaning[1:]}, night by night{more}"
     return Trends(caption, nights.nights[0], nights.nights[-1], measure.unit, tuple(rows))
+
+
+_BEYOND = "beyond its budget"
+
+
+def _beyond(measure: Measure, value: float) -> bool:
+    """Tell whether the latest value is beyond a budget."""
+    return measure.name == BUDGETS.name and bool(value > 1)
+
+
+def _tone(measure: Measure, value: float, move: ExplainedChange | None) -> Tone:
+    if _beyond(measure, value) or (move is not None and move.red):
+        return Tone.BAD
+    return Tone.PLAIN if move is None else Tone.WARNING
 
 
 def _latest(nights: Nights) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.files import read_small_text
-from degarble.harness.commands.report_folder import LARGEST_RECORD, MANIFEST, write_page
+from degarble.harness.commands.report_folder import LARGEST_RECORD, write_page
 from degarble.harness.history.panel import history_panel
 from degarble.harness.history.store import HistoryStore
 from degarble.harness.nightly.night import to_plain
@@ -22,6 +22,7 @@ from degarble.harness.report.blocks import Column, ColumnKind, Sentence, Table
 from degarble.harness.report.files import write_text
 from degarble.harness.report.number_text import visible
 from degarble.harness.report.page import (
+    MANIFEST,
     Page,
     Panel,
     PanelKind,

@@ -31,7 +31,6 @@ from degarble.harness.commands.check.report import (
     placed,
     write_check_report,
 )
-from degarble.harness.commands.report_folder import MANIFEST as IDENTITY
 from degarble.harness.commands.report_folder import write_page
 from degarble.harness.history.ledger import Failure, read_ledger
 from degarble.harness.history.panel import History, history_of
@@ -53,6 +52,7 @@ from degarble.harness.nightly.night import (
 )
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.kernel_table import kernels_by_role
+from degarble.harness.report.page import MANIFEST as IDENTITY
 from degarble.harness.report.page import kernel_versions, machine, provenance
 from degarble.harness.report.verdict import SCHEMA, SEVERITY, Verdict
 

@@ -73,9 +73,9 @@ class JudgedMap:
             )
 
     def passed(self, value: float) -> int:
-        """Return how many steps are at or below `value`; all of them for NaN."""
+        """Return how many steps `value` is beyond; all of them for NaN."""
         falling = self.steps[0] > self.steps[-1]
-        return sum(not (value > step if falling else value < step) for step in self.steps)
+        return sum(not (value >= step if falling else value <= step) for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,86 @@ class Profile:
                 f"labels of profile {self.caption!r}", len(self.labels),
                 f"{len(self.values)}, one a value", "Label every value.",
             )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Points:
+    """Numbers in the order of a run, drawn on a logarithmic axis; None is a gap.
+
+    `marked` are the places that stand out, `ticks` names places of the run, and `description` says
+    in words what is drawn.
+    """
+
+    caption: str
+    x_title: str
+    y_title: str
+    values: tuple[float | None, ...]
+    description: str
+    marked: tuple[int, ...] = ()
+    ticks: tuple[tuple[int, str], ...] = ()
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        named = [*self.marked, *(at for at, _ in self.ticks)]
+        wrong = [at for at in named if not 0 <= at < len(self.values)]
+        if wrong:
+            raise ShapeMismatch(
+                f"places of {self.caption!r}", wrong, f"0 to {len(self.values) - 1}",
+                "Mark and name places of the run only.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PictureLayer:
+    """One view of a matrix: a digit a cell, a string a row; a blank is a value that is not finite.
+
+    With `signed`, 0 is -`top`, 4 is zero and 8 is `top`. Otherwise a digit counts the steps of the
+    picture that its value passes.
+    """
+
+    name: str
+    cells: tuple[str, ...]
+    signed: bool = False
+    top: float = 0.0
+
+
+@dataclass(frozen=True)
+class GridLine:
+    """Boundaries of parts with a name, such as tiles or heads; 0 where there are none."""
+
+    name: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class ErrorPicture:
+    """A matrix by rows and columns, or a part of it, in several views of the same cells.
+
+    `rows` and `columns` are first and end; a cell is `cell` rows by columns, at its worst element.
+    """
+
+    caption: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    cell: tuple[int, int]
+    layers: tuple[PictureLayer, ...]
+    steps: tuple[float, ...]
+    unit: str
+    lines: tuple[GridLine, ...] = ()
+
+    def __post_init__(self) -> None:
+        tall, wide = (
+            -(-(ends[1] - ends[0]) // size)
+            for ends, size in zip((self.rows, self.columns), self.cell, strict=True)
+        )
+        for layer in self.layers:
+            extents = sorted({len(row) for row in layer.cells})
+            if len(layer.cells) != tall or extents not in ([wide], []):
+                raise ShapeMismatch(
+                    f"cells of {layer.name!r}", (len(layer.cells), extents), f"{tall} by {wide}",
+                    "Give one digit a cell.",
+                )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,6 +226,7 @@ def require_matrix(
 # none), so that years fit into a page. `moved_at` lists the bands in which a change began.
 
 Band = tuple[float, float] | None
+DECADES = 100.0  # from here on a series is drawn on a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -159,6 +240,13 @@ class Trend:
     moved_at: tuple[int, ...] = ()
     tone: Tone = Tone.PLAIN
     note: str = ""
+
+    @property
+    def logarithmic(self) -> bool:
+        """Return whether its values span decades, so that it is drawn on a logarithmic axis."""
+        known = [value for band in self.bands if band for value in band if 0 < value < math.inf]
+        negative = any(value < 0 for band in self.bands if band for value in band)
+        return bool(known) and not negative and max(known) > DECADES * min(known)
 
     def __post_init__(self) -> None:
         wrong = [at for at in self.moved_at if not 0 <= at < len(self.bands)]
@@ -456,7 +544,7 @@ class Looks:
 
 Block = (
     Sentence | Facts | Table | Catalogue | HeatMap | ToneMap | Bars | Figure | Code | Details
-    | JudgedMap | Profile | TextComparison | Tabs | Looks | Files | Trends
+    | JudgedMap | Profile | Points | ErrorPicture | TextComparison | Tabs | Looks | Files | Trends
 )  # fmt: skip
 
 BLOCKS: dict[str, type[Block]] = {
@@ -472,6 +560,8 @@ BLOCKS: dict[str, type[Block]] = {
     "details": Details,
     "judged_map": JudgedMap,
     "profile": Profile,
+    "points": Points,
+    "error_picture": ErrorPicture,
     "voices": TextComparison,
     "tabs": Tabs,
     "looks": Looks,

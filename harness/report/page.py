@@ -39,6 +39,11 @@ class PanelKind(StrEnum):
     KERNELS = "kernels"
     HISTORY = "history"
     PROBE = "probe"
+    COMPARE = "compare"
+
+
+MANIFEST = "manifest"  # the fact of a check, or of a stored run, that names the checkpoint's page
+_ALONE = frozenset({PanelKind.PROBE, PanelKind.COMPARE})
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Provenance:
 class PageFinding:
     """One difference for the first screen: cause, what to do, and the origin as data.
 
-    `reproduction` is a command that shows the fault by itself, `note` what else a reader must know.
+    `reproduction` is a command that shows the fault by itself, `note` what else a reader must know,
+    `blocks` show the difference.
     """
 
     cause: str
@@ -81,6 +87,7 @@ class PageFinding:
     origin: Origin
     reproduction: str = ""
     note: str = ""
+    blocks: tuple[Block, ...] = field(default=(), metadata={LATER: True})
 
 
 @dataclass(frozen=True)
@@ -128,15 +135,16 @@ class Page:
     def ordered_panels(self) -> tuple[Panel, ...]:
         """Return the panels in the order of PanelKind, those that did not run included.
 
-        A server has a page of its own: no checkpoint's page lacks its panel, nor the reverse.
+        A server and two captures have a page of their own: no checkpoint's page lacks their panels,
+        nor the reverse.
         """
         known = {panel.kind: panel for panel in self.panels}
-        if set(known) == {PanelKind.PROBE}:
+        if known and set(known) <= _ALONE:
             return self.panels
         return tuple(
             known.get(kind) or Panel(kind, "Not run.")
             for kind in PanelKind
-            if kind is not PanelKind.PROBE or kind in known
+            if kind not in _ALONE or kind in known
         )
 
 

@@ -45,6 +45,30 @@
     choose(0);
   });
 
+  // Pictures: a click, or the button for the keyboard, makes one larger and small again.
+  all("[data-zoom]").forEach((figure) => {
+    const name = figure.dataset.zoom;
+    const button = made("button", { type: "button", class: "zoom", "aria-pressed": "false", "aria-label": `Larger: ${name}` }, "Larger");
+    const toggle = () => {
+      const large = figure.classList.toggle("zoomed");
+      button.setAttribute("aria-pressed", String(large));
+      button.textContent = large ? "Smaller" : "Larger";
+    };
+    button.addEventListener("click", toggle);
+    figure.querySelector("svg.matrix").addEventListener("click", toggle);
+    figure.querySelector("figcaption").append(button);
+  });
+
+  // What a cell is about, where the pointer rests on it.
+  all("table.judged tbody").forEach((body) => body.addEventListener("pointerover", (event) => {
+    const cell = event.target.closest("td");
+    if (!cell || "named" in cell.dataset) return;
+    cell.dataset.named = "";
+    const table = cell.closest("table");
+    const [row, column] = [cell.parentElement.cells[0], table.tHead.rows[0].cells[cell.cellIndex]];
+    cell.title = `${row.textContent}, ${column.textContent}: ${cell.textContent}${cell.title && `; ${cell.title}`}`;
+  }));
+
   // A look that is asked for has the focus; Escape, or the link back, returns to its cell.
   const asked = () => location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
   const cellsOf = (look) => all("table.judged a").filter((link) => link.hash === `#${look.id}`);

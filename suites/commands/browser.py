@@ -70,10 +70,17 @@ class Window:
         return [entry["message"] for entry in self._log("browser")]
 
     def requests(self) -> list[str]:
-        """Every address that was asked for since the page was opened."""
+        """Every address that was asked for since the page was opened.
+
+        The browser's own new tab may still load then, from addresses that no page may ask for.
+        """
         events = [json.loads(e["message"])["message"] for e in self._log("performance")]
         sent = [e for e in events if e["method"] == "Network.requestWillBeSent"]
-        return [event["params"]["request"]["url"] for event in sent]
+        asked = [event["params"]["request"]["url"] for event in sent]
+        own = {"chrome", "chrome-untrusted", "chrome-search"}
+        first = [event["params"].get("documentURL", "") for event in sent]
+        pairs = zip(asked, first, strict=True)
+        return [url for url, page in pairs if page.partition(":")[0] not in own]
 
 
 KEYS = {

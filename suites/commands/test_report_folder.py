@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import UnreadableFile, UnwritablePath
-from degarble.harness.commands.report_folder import MANIFEST, history_pages, write_page
+from degarble.harness.commands.report_folder import history_pages, write_page
 from degarble.harness.history.panel import history_of
 from degarble.harness.history.store import HistoryStore
-from degarble.harness.report.page import Page, Panel, PanelKind, Provenance, Subject, page_from_json
+from degarble.harness.report.page import (
+    MANIFEST,
+    Page,
+    Panel,
+    PanelKind,
+    Provenance,
+    Subject,
+    page_from_json,
+)
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.history.history_cases import W2, run
 from degarble.suites.reports.page_cases import HOSTILE, page_of

@@ -10,6 +10,7 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.history.changes import (
+    LEARNING,
     TESTED,
     WINDOWS,
     ChangeDetector,
@@ -26,7 +27,7 @@ from degarble.harness.history.records import BUDGETS, SPEED
 from degarble.harness.history.store import HistoryStore, Stream
 from degarble.harness.report.blocks import Details, Facts, Sentence, Table, Tone, Trends
 from degarble.harness.report.verdict import Verdict
-from degarble.suites.history.history_cases import W2, history, night, run
+from degarble.suites.history.history_cases import PLACES, W2, history, night, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -361,8 +362,47 @@ def test_a_history_that_never_was_green_says_so(tmp_path: Path) -> None:
     with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         store.add(replace(run(0), verdict=Verdict.DIFFERS))
         panel = history_panel(history_of(store, store.streams()[0]))
-    assert panel.blocks[0] == Sentence("No series has moved.", Tone.GOOD)
+    learning = "learning: 1 of 27 nights, until then no change can be found"
+    assert panel.blocks[0] == Sentence(f"{learning.capitalize()}.", Tone.NOTE)
     assert panel.blocks[1] == Sentence("No run of this history was green.", Tone.BAD)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.DIFFERS, Verdict.UNSTABLE])
+def test_a_night_that_fails_leads_and_is_not_called_quiet(tmp_path: Path, verdict: Verdict) -> None:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
+        for number in range(3):
+            store.add(run(number))
+        store.add(replace(run(3, {**dict.fromkeys(PLACES, 0.25), W2: 178494.0}), verdict=verdict))
+        panel = history_panel(history_of(store, store.streams()[0]))
+    assert panel.verdict is verdict
+    failed = f"The latest run {verdict}, on {night(3)}: {W2} at 178,494 of its budget."
+    assert panel.sentence.startswith(f"{failed} Learning: 4 of 27 nights")
+    assert "othing moved" not in panel.sentence
+    trends = panel.blocks[2]
+    assert isinstance(trends, Trends)
+    worst = trends.rows[0]
+    assert (worst.label, worst.tone, worst.note) == (W2, Tone.BAD, "beyond its budget")
+    assert worst.logarithmic
+    assert not trends.rows[1].logarithmic
+
+
+@pytest.mark.parametrize("moved", [26, 27])
+def test_learning_ends_with_the_first_night_that_is_tested(moved: int) -> None:
+    """A change that is complete on night LEARNING + 1 is found, one night earlier it is not."""
+    values = np.full((moved + 1, 1), 0.25)
+    values[moved - 1 :] = 5.0
+    assert len(changes_of(values, 0.01)) == (moved >= LEARNING)
+
+
+def test_places_that_are_always_zero_are_counted(tmp_path: Path) -> None:
+    places = {f"p{n:02d}": float(n % 2) / 2 for n in range(40)}
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
+        for number in range(2):
+            store.add(run(number, places))
+        panel = history_panel(history_of(store, store.streams()[0]))
+    trends = next(block for block in panel.blocks if isinstance(block, Trends))
+    assert "20 quiet places not drawn, 20 of which are always 0" in trends.caption
+    assert {row.latest for row in trends.rows} == {0.5}
 
 
 def test_years_and_thousands_of_places_are_cut_to_a_page(tmp_path: Path) -> None:
@@ -370,9 +410,12 @@ def test_years_and_thousands_of_places_are_cut_to_a_page(tmp_path: Path) -> None
         for number in range(150):
             store.add(run(number, {f"p{n:04d}": n / 1000 for n in range(MOST + 50)}))
         panel = history_panel(history_of(store, store.streams()[0]))
-    trends = panel.blocks[2]
+    trends, fold = panel.blocks[2:4]
     assert isinstance(trends, Trends)
-    assert len(trends.rows) == MOST
+    assert isinstance(fold, Details)
+    [rest] = fold.blocks
+    assert isinstance(rest, Trends)
+    assert len(trends.rows) + len(rest.rows) == MOST
     assert len(trends.rows[0].bands) <= MOST_BANDS
     assert trends.rows[0].label == f"p{MOST + 49:04d}"
     assert "50 quiet places not drawn" in trends.caption

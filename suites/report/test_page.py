@@ -101,14 +101,14 @@ def judged(steps: tuple[float, ...], rows: int = 1) -> JudgedMap:
     return JudgedMap("map", "r", "c", ("0",), ("a",), readings, steps)
 
 
-def test_a_shade_begins_at_its_step() -> None:
+def test_a_shade_begins_beyond_its_step() -> None:
     rising = judged((0.5, 1.0, 10.0))
     assert [rising.passed(v) for v in (0.0, 0.5, 0.9, 1.0, 99.0, math.inf, math.nan)] == [
-        0, 1, 1, 2, 3, 3, 3,
+        0, 0, 1, 1, 3, 3, 3,
     ]  # fmt: skip
     falling = judged((0.9999, 0.99, 0.5))
     assert [falling.passed(v) for v in (1.0, 0.9999, 0.995, 0.5, -1.0, math.nan)] == [
-        0, 1, 1, 3, 3, 3,
+        0, 0, 1, 2, 3, 3,
     ]  # fmt: skip
 
 

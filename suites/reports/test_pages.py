@@ -23,8 +23,10 @@ from degarble.harness.report.blocks import (
     Cell,
     Column,
     ColumnKind,
+    ErrorPicture,
     Figure,
     Files,
+    GridLine,
     HeatMap,
     HeatScale,
     JudgedCell,
@@ -33,6 +35,8 @@ from degarble.harness.report.blocks import (
     Looks,
     Mark,
     ModelText,
+    PictureLayer,
+    Points,
     Profile,
     Sentence,
     Tab,
@@ -53,15 +57,21 @@ from degarble.reports.maps_html import (
     files_element,
     heat_map_element,
     judged_map_element,
-    profile_element,
     shade,
     tone_map_element,
-    trends_element,
     voices_element,
 )
 from degarble.reports.markup import escape, h
 from degarble.reports.page_html import SIZE_LIMIT, page_html, sprite
 from degarble.reports.page_text import SIGNS, page_text, sparks
+from degarble.reports.plots_html import (
+    Values,
+    picture_element,
+    points_element,
+    profile_element,
+    spread,
+    trends_element,
+)
 from degarble.suites.reports.page_cases import HOSTILE, HOSTILE_SVG, every_block, page_of
 from degarble.suites.snapshots import assert_as_kept
 
@@ -384,7 +394,7 @@ def test_a_cell_has_its_number_its_sign_and_its_words() -> None:
 
 def test_nothing_is_claimed_without_a_number() -> None:
     markup = judged(JudgedCell(None, Tone.WARNING, "", "no <b>budget</b>"), JudgedCell(math.nan))
-    assert 'class="unsaid is-warning" title="wq, layer 0: –; no &lt;b&gt;budget' in markup
+    assert 'class="unsaid is-warning" title="no &lt;b&gt;budget' in markup
     assert '<td class="unsaid"><span>–</span></td>' in markup
 
 
@@ -400,14 +410,16 @@ def test_many_columns_keep_their_numbers_for_who_cannot_see_shades() -> None:
     markup = judged(*(JudgedCell(float(at)) for at in range(61)))
     assert "dense" in markup
     assert '<span class="quiet">60.0</span>' in markup
-    assert 'title="wq, layer 60: 60.0 budgets"' in markup
+    assert '<th scope="col">60</th>' in markup  # every fifth is seen
+    assert '<th scope="col"><span class="quiet">59</span></th>' in markup
 
 
 def test_a_profile_is_stated_in_words() -> None:
     values: tuple[float | None, ...] = (0.0,) * 39 + (1.5,)
     markup = str(profile_element(Profile("P", tuple(map(str, range(40))), values, "u", 1.0)))
     assert "most 1.50 u at 39; 0 at 39 of 40; line at 1.00" in markup
-    assert markup.count("M") == 1  # zeros are not drawn
+    assert re.findall(r'<path d="([^"]*)">', markup) == ["M39.06 100V0h.88V100z"]  # not zeros
+    assert "<text" in markup  # axes
     assert 'class="limit"' in markup
     few = str(profile_element(Profile("P", ("0", "1"), (900.0, None), logarithmic=True)))
     assert "0: 900" in few
@@ -420,6 +432,93 @@ def test_numbers_that_are_none_are_drawn_to_the_top() -> None:
     markup = str(profile_element(Profile("P", ("a", "b"), (math.inf, math.nan))))
     assert "a: inf, b: nan" in markup
     assert "V0h" in markup
+
+
+def test_colour_begins_at_one_budget() -> None:
+    steps = (1.0, 10.0)
+    markup = judged(*map(JudgedCell, (0.99, 1.0, 1.01, 11.0)), steps=steps)
+    assert re.findall(r'<td class="(h\d)">', markup) == ["h0", "h0", "h1", "h2"]
+    cosines = judged(JudgedCell(0.5), JudgedCell(0.5, Tone.BAD), steps=(0.99, 0.9), near_one=True)
+    assert re.findall(r'<td class="(h\d)[" ]', cosines) == ["h0", "h2"]
+
+
+def _readings(rows: list[list[float]]) -> tuple[tuple[JudgedCell, ...], ...]:
+    return tuple(
+        tuple(JudgedCell(v, Tone.BAD if v > 1 else Tone.PLAIN) for v in row) for row in rows
+    )
+
+
+def test_rows_of_zeros_and_healthy_layers_are_folded() -> None:
+    layers = (*map(str, range(61)), "ends")
+    rows = [[0.0] * 62 for _ in range(4)] + [[0.25] * 62]
+    rows[4][23] = 9.0
+    names = ("a", "b", "c", "d", "w2")
+    block = JudgedMap("m", "part", "layer", names, layers, _readings(rows), (1.0,), "budgets")
+    markup = str(judged_map_element(block))
+    main, *folds = re.split("<details", markup)
+    assert Reader(main).text.count("9.00") == 1
+    assert main.count("<td class=") == 3  # a corner, the layer that differs, the ends
+    healthy, quiet = folds
+    assert "60 layers in which nothing differs" in healthy
+    assert healthy.count("0.250") == 60
+    assert "4 parts at 0 in every layer" in quiet
+    assert all(f"<code>{name}</code>" in quiet for name in "abcd")
+    calm = str(judged_map_element(replace(block, readings=_readings([[0.25] * 62] * 5))))
+    assert "<details" not in calm  # a healthy run is not hidden
+
+
+def test_points_stand_on_a_stem_where_they_are_marked() -> None:
+    values = (0.0, 0.01, None, 1e5, math.nan, math.inf)
+    block = Points("P", "layer", "budgets", values, "in words", (3,), ((1, "0"), (3, "<1>")), 1.0)
+    markup = str(points_element(block))
+    assert 'aria-label="P: in words"' in markup
+    assert re.findall('class="(dots|stems|heads)" d="([^"]*)"', markup) == [
+        ("dots", "M1.5 100h0M5.5 0h0"),  # from 0.01 to 100,000
+        ("stems", "M3.5 0V71.43"),
+        ("heads", "M3.5 0h0"),
+    ]
+    assert "&lt;1&gt;" in markup
+    with pytest.raises(ShapeMismatch, match="places of 'P'"):
+        replace(block, marked=(6,))
+
+
+PICTURE = ErrorPicture(
+    "E",
+    (0, 4),
+    (128, 134),
+    (2, 2),
+    (
+        PictureLayer("difference", ("008", "000")),
+        PictureLayer("twin", ("044", "8 4"), signed=True, top=2.5),
+    ),
+    (1.0, 10.0),
+    "budgets",
+    (GridLine("heads", 0, 4), GridLine("tiles", 128, 128)),
+)
+
+
+def test_a_picture_has_views_lines_ticks_and_words() -> None:
+    markup = str(picture_element(PICTURE))
+    assert "difference, rows 0 to 3, columns 128 to 133: 1 of 6 cells beyond 1 budgets" in markup
+    assert "between rows 0 to 1 and columns 132 to 133" in markup
+    assert markup.count('<path class="h8" d="M2 0.5h1">') == 1
+    assert '<path class="nan" d="M1 1.5h1">' in markup
+    assert "twin (colours: -2.5 to 2.5)" in Reader(markup).text
+    assert markup.count('class="line l0" d="M2 0V2"') == 2  # column 132, in both views
+    assert 'class="line l1"' not in markup  # no tile ends inside
+    assert "tiles" not in Reader(markup).text
+    assert "A cell is 2 x 2 elements, drawn by the worst of them." in markup
+    with pytest.raises(ShapeMismatch, match="cells of 'difference'"):
+        replace(PICTURE, columns=(128, 140))
+
+
+def test_an_axis_has_few_round_labels() -> None:
+    assert spread(61) == [0, 10, 20, 30, 40, 50, 60]
+    assert [text for _, text in Values(0.0, 0.7, logarithmic=False).ticks] == [
+        "0", "0.2", "0.4", "0.6",
+    ]  # fmt: skip
+    decades = Values.over((0.01, 3e4), logarithmic=True)
+    assert [text for _, text in decades.ticks] == ["0.01", "1", "100", "10,000"]
 
 
 def test_texts_part_where_they_do_and_meet_again() -> None:

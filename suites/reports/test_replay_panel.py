@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from degarble.harness.report.blocks import (
     JudgedMap,
     Look,
     Looks,
+    Sentence,
     Tabs,
     TextComparison,
     Tone,
@@ -24,7 +24,8 @@ from degarble.harness.report.page import page_from_json, page_to_json
 from degarble.harness.report.replay_record import ReplayRecord, TextRecord
 from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
-from degarble.reports.replay_panel import replay_panel, run_chart, text_panel
+from degarble.reports.plots_html import points_element
+from degarble.reports.replay_panel import CARDS, layer_ticks, replay_panel, run_chart, text_panel
 from degarble.suites.reports.page_cases import HOSTILE
 from degarble.suites.reports.replay_cases import FILES, replay, replay_page, texts
 
@@ -160,28 +161,33 @@ def test_a_page_that_an_earlier_version_wrote_still_renders() -> None:
         assert word in markup
 
 
-def test_the_chart_says_what_it_shows_and_is_the_same_each_time() -> None:
+def test_the_plot_says_what_it_shows_and_names_the_layers() -> None:
     record = replay()
-    figure = run_chart(record)
-    assert figure.description == (
+    plot = run_chart(record)
+    assert plot.description == (
         "9 outputs in the order of the run, 1 beyond their budget; the furthest is "
         "layers.2.ffn.experts.w2.out at 17,210 budgets."
     )
-    assert figure == run_chart(record)
-    root = ET.fromstring(figure.svg)
-    assert root.tag.endswith("svg")
-    assert "prefers-color-scheme: dark" in figure.svg
-    assert "layer 2" in figure.svg
+    assert [plot.values[at] for at in plot.marked] == [17210.0]
+    assert [name for _, name in plot.ticks] == ["0", "1", "2"]
+    assert plot.limit == 1.0
 
 
-def test_no_marker_colour_is_left() -> None:
-    svg = run_chart(replay()).svg
-    for colour in ("#010203", "#040506", "#070809", "#0a0b0c", "#0d0e0f", "#000000"):
-        assert colour not in svg.lower()
-    assert "var(--bad)" in svg
+def test_of_many_layers_every_fifth_is_named() -> None:
+    columns = ["ends", *(str(layer) for layer in range(61) for _ in range(2)), "mtp.61"]
+    ticks = layer_ticks(columns)
+    assert [name for _, name in ticks] == [str(layer) for layer in range(0, 61, 5)]
+    assert [columns[at] for at, _ in ticks] == [name for _, name in ticks]
 
 
 def test_a_run_of_nothing_is_drawn() -> None:
-    figure = run_chart(ReplayRecord(Verdict.UNDECIDED, "", ()))
-    assert figure.description == "0 outputs in the order of the run, 0 beyond their budget."
-    ET.fromstring(figure.svg)
+    plot = run_chart(ReplayRecord(Verdict.UNDECIDED, "", ()))
+    assert plot.description == "0 outputs in the order of the run, 0 beyond their budget."
+    assert "<svg" in str(points_element(plot))
+
+
+def test_sentences_of_the_first_findings_are_left_to_their_cards() -> None:
+    record = replace(replay(), findings=tuple(f"finding {at}" for at in range(CARDS + 1)))
+    told = [block.text for block in replay_panel(record).blocks if isinstance(block, Sentence)]
+    assert f"finding {CARDS}" in told
+    assert "finding 0" not in told

@@ -24,6 +24,7 @@ from degarble.harness.capture.recorded_tensors import Coverage
 from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
 from degarble.harness.checkpoint.audit.structure.manifest_check import require_as_written
 from degarble.harness.checkpoint.view.view import fingerprint
+from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY, conventions_in
 from degarble.harness.engine.diagnose.attribute import Shares, shares_of
 from degarble.harness.engine.diagnose.minimal_reproducer import shrunk
@@ -37,6 +38,7 @@ from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
+from degarble.harness.report.page import MANIFEST
 from degarble.harness.report.replay_record import PromptTexts, TextRecord
 from degarble.harness.report.verdict import AnswerLevel
 
@@ -394,7 +396,8 @@ class CheckRun:
             "reference": self.settings.reference.resolve().name,
             "capture": self.capture.hash,
         }
-        fields |= {"fingerprint": fingerprint(self.model.checkpoint)}
+        checkpoint = self.model.checkpoint
+        fields |= {"fingerprint": fingerprint(checkpoint), MANIFEST: identity_of(checkpoint)}
         fields |= {"the reference's hashes": "verified" if self._verified else None}
         fields |= {
             "conventions": "; ".join(convention.sentence for convention in found.conventions)

@@ -19,9 +19,20 @@ from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.imports.importing import KINDS
 from degarble.harness.engine.localise.tensor_forms import equal_elements
+from degarble.harness.report.blocks import (
+    Column,
+    ColumnKind,
+    Fact,
+    Facts,
+    Points,
+    Sentence,
+    Table,
+    Tone,
+)
 from degarble.harness.report.number_text import number
-from degarble.harness.report.page import Page, PageFinding, Subject
+from degarble.harness.report.page import Page, PageFinding, Panel, PanelKind, Subject
 from degarble.harness.report.verdict import Origin, Verdict
+from degarble.reports.replay_panel import layer_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor
+    from degarble.harness.report.blocks import Block
     from degarble.harness.report.page import Provenance
 
 
@@ -632,4 +644,61 @@ def compared_page(compared: RunComparison, provenance: Provenance) -> Page:
         for line in compared.origins[:_SHOWN]
     )
     subject = Subject("comparison", "Two captures", key)
-    return Page(subject, provenance, compared.verdict, compared.sentence, findings, ())
+    panel = Panel(PanelKind.COMPARE, compared.sentence, compared.verdict, tuple(_blocks(compared)))
+    return Page(subject, provenance, compared.verdict, compared.sentence, findings, (panel,))
+
+
+_LISTED = 200  # outputs that differ, in the table
+
+
+def _blocks(compared: RunComparison) -> Iterator[Block]:
+    """Yield what was compared, the whole run as a plot, and every output that differs."""
+    names = tuple(
+        Fact(f"{place} capture", _name(capture))
+        for place, capture in zip(("First", "Second"), compared.captures, strict=True)
+    )
+    yield Facts((*names, Fact("In common", compared.extent)))
+    yield from (Sentence(note, Tone.NOTE) for note in compared.notes)
+    apart = [line for line in compared.lines if not line.equal]
+    if not apart:
+        return
+    yield _plot(compared)
+    columns = (
+        Column("output", ColumnKind.CODE),
+        Column("inputs"),
+        Column("equal elements", ColumnKind.SHARE),
+        Column("relative difference", ColumnKind.NUMBER),
+        Column("cosine", ColumnKind.NUMBER, 6),
+        Column("first in"),
+    )
+    rows = tuple(
+        (
+            f"{line.component}.{line.output}",
+            "equal" if line.own is not None else "differ",
+            line.identical / line.elements if line.elements else None,
+            _numbers(line)[1],
+            _numbers(line)[0],
+            ", ".join(f"{name} {at}" for name, at in _at(line, line.first or (0, 0)).items()),
+        )
+        for line in apart[:_LISTED]
+    )
+    more = f"; {len(apart) - len(rows):,} more are in --json" if len(apart) > len(rows) else ""
+    yield Table(f"Outputs that differ, in the order of the run{more}", columns, rows)
+
+
+def _plot(compared: RunComparison) -> Points:
+    values = [_numbers(line)[1] for line in compared.lines]
+    marked = tuple(at for at, line in enumerate(compared.lines) if line.own is not None)
+    apart = sum(not line.equal for line in compared.lines)
+    layers = [_split(line.component)[0] for line in compared.lines]
+    ticks = layer_ticks(["ends" if layer is None else str(layer) for layer in layers])
+    return Points(
+        "Every output in the order of the run: stems mark where equal inputs gave other outputs; "
+        "equal ones are not drawn",
+        "layer" if ticks else "outputs in the order of the run",
+        "relative difference",
+        tuple(values),
+        f"{len(values):,} outputs, {apart:,} differ, {len(marked):,} of them on equal inputs.",
+        marked,
+        ticks,
+    )

@@ -139,20 +139,14 @@ class StatisticsCollector:
         candidate, twin = (side.detach() for side in pair)
         if not candidate.numel() or not candidate.ndim:
             return
-        number = candidate.dtype in FORMAT_OF_DTYPE and candidate.dtype.itemsize > 1
-        if number:
-            distance = value_ulp_distance(candidate, twin)
+        distance, odd = _distances(seen, candidate, twin)
+        if candidate.dtype in FORMAT_OF_DTYPE and candidate.dtype.itemsize > 1:
             known = candidate.isfinite() & twin.isfinite()
             c, t = candidate.double(), twin.double()
             d_N = torch.where(known, c - t, 0.0) ** 2
             t_N = torch.where(known, t, 0.0) ** 2
-            odd = int((~known & ~(candidate.isnan() & twin.isnan())).sum())
-            distance = distance[known]
         else:
-            seen.unit = "codes that differ"
-            same = _bytes(candidate) == _bytes(twin)
-            distance = (~same).to(torch.int64)
-            d_N, t_N, odd = (~same).double(), torch.ones(same.shape, dtype=torch.float64), 0
+            d_N, t_N = distance.double(), torch.ones(distance.shape, dtype=torch.float64)
         _count(seen, distance, odd)
         for axis, (labels, dd, tt) in self._axes(batch, name, d_N, t_N).items():
             seen.along[axis].add(labels, dd, tt)
@@ -221,6 +215,24 @@ class StatisticsCollector:
             gain,
             bias,
         )
+
+
+def histogram_of(candidate: Tensor, twin: Tensor) -> Histogram | None:
+    """Return how many elements of one output lie how far from the twin's."""
+    seen = _OutputStatistics()
+    distance, odd = _distances(seen, candidate.detach(), twin.detach())
+    _count(seen, distance, odd)
+    return _histogram(seen)
+
+
+def _distances(seen: _OutputStatistics, candidate: Tensor, twin: Tensor) -> tuple[Tensor, int]:
+    """Return the distances of finite elements, and how many others are no match."""
+    if candidate.dtype not in FORMAT_OF_DTYPE or candidate.dtype.itemsize == 1:
+        seen.unit = "codes that differ"
+        return (_bytes(candidate) != _bytes(twin)).to(torch.int64), 0
+    known = candidate.isfinite() & twin.isfinite()
+    odd = int((~known & ~(candidate.isnan() & twin.isnan())).sum())
+    return value_ulp_distance(candidate, twin)[known], odd
 
 
 def _axis_of(component: Component) -> str:

@@ -19,6 +19,7 @@ from degarble.harness.backends.registry import TORCH
 from degarble.harness.capture.recorded_tensors import SPAN
 from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.commands.check.check import texts_of
+from degarble.harness.commands.check.error_picture import error_blocks
 from degarble.harness.commands.report_folder import with_earlier_panels, write_page
 from degarble.harness.engine.adopted.statement import statement_of
 from degarble.harness.engine.localise.judged_run import PAIRS
@@ -31,7 +32,7 @@ from degarble.harness.report.replay_record import JudgedOutput, ReplayRecord
 from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
 from degarble.reports.page_text import badge
-from degarble.reports.replay_panel import replay_panel, text_panel
+from degarble.reports.replay_panel import CARDS, replay_panel, text_panel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -55,8 +56,7 @@ if TYPE_CHECKING:
 # the page is too large to be mailed, statistics of outputs are left out. The page is that of the
 # checkpoint, under its manifest hash; panels of earlier runs stay.
 
-_FIRST = 5  # findings on the first screen
-_FEWER = (150, 50, 10, 0)  # close looks, until the page is small enough
+_FEWER = (250, 150, 50, 10, 0)  # close looks, until the page is small enough
 _NEAREST = 3  # excluded faults that are shown
 
 
@@ -113,7 +113,7 @@ def check_page(
     panels = [replay_panel(record, _files(subject.key))]
     if texts is not None:
         panels.append(text_panel(texts, record.verdict))
-    findings = tuple(_finding(origin) for origin in origins[:_FIRST])
+    findings = tuple(_finding(origin) for origin in origins[:CARDS])
     return Page(subject, where, record.verdict, record.sentence, findings, tuple(panels))
 
 
@@ -240,7 +240,12 @@ def _finding(diagnosed_origin: DiagnosedOrigin) -> PageFinding:
     if command.endswith(".py"):
         command = f"python {shlex.quote(command)}"
     return PageFinding(
-        diagnosed_origin.cause, diagnosed_origin.remedy, origin, command, " ".join(notes)
+        diagnosed_origin.cause,
+        diagnosed_origin.remedy,
+        origin,
+        command,
+        " ".join(notes),
+        error_blocks(diagnosed_origin),
     )
 
 

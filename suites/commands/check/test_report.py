@@ -380,7 +380,7 @@ def test_a_click_shows_one_close_look_and_marks_its_cell(window: Window) -> None
     asked = "return document.querySelectorAll('.judged td.asked').length"
     assert window.run(asked) >= 1
     text = window.run("return document.querySelector('.look:target').innerText")
-    for word in ("Cosine, candidate and twin", "0x3f80", "by position", "How the budget comes"):
+    for word in ("Cosine, candidate and twin", "0x3f80", "by distance", "How the budget comes"):
         assert word in text
 
 
