@@ -675,13 +675,15 @@ def _proved(
     """Prove the variants that leave least on every row of every call, and rank those that hold."""
     near = sorted((each for each in trials if each.left <= leaves), key=_likeliest)
     held: list[tuple[_Trial, VariantFit]] = []
+    stored = _as_stored(context, main) if near else 0.0
     for trial in near[:PROVED]:
         if held and _likeliest(trial)[0] > _likeliest(held[0][0])[0] + 1:
             break  # it leaves many times more than one that was proved
         if any(trial.fault == other.fault for other, _ in held):
             continue  # a simpler variant of the same fault was proved already
         worst = _on_every_call(context, calls, main, trial.variant)
-        if worst is not None:
+        # Legal choices may differ from the twin's: a cause leaves fewer of them than none does.
+        if worst is not None and (stored == 1 or worst.within > stored):
             held.append((trial, worst))
     if not held:
         return ()
@@ -695,7 +697,6 @@ def _proved(
             pair[0].order,
         ),
     )
-    stored = _as_stored(context, main)
     ids = [" + ".join(fault.id for fault in trial.fault) for trial, _ in ranked]
     return tuple(
         NamedFault(

@@ -199,7 +199,7 @@ def make(
         name: _stretch(seen["outputs"].get(name), output) for name, output in outputs.items()
     }
     typed = {
-        name: _left_open(variant, output.to(record.outputs[name].dtype), record.outputs[name])
+        name: _left_open(variant, output.to(record.outputs[name].dtype), record, name)
         if name in record.outputs
         else output
         for name, output in outputs.items()
@@ -209,11 +209,14 @@ def make(
     return VariantOutputs(typed, given, operands[0], stretch, facts, variant.stores_within)
 
 
-def _left_open(variant: FaultVariant, made: Tensor, seen: Tensor) -> Tensor:
-    """Return a variant's output, with the recorded values where it leaves elements undefined."""
-    if variant.unknown is None or made.shape != seen.shape:
+def _left_open(variant: FaultVariant, made: Tensor, record: CallRecord, name: str) -> Tensor:
+    """Return a variant's output, with the recorded values where they need not be reproduced."""
+    seen, held = record.outputs[name], record.held.get(name)
+    if made.shape != seen.shape:
         return made
-    return torch.where(variant.unknown(made), seen, made)
+    if variant.unknown is not None:
+        made = torch.where(variant.unknown(made), seen, made)
+    return made if held is None else torch.where(held, made, seen)
 
 
 def proposed(
@@ -770,10 +773,18 @@ def calls_in(record: CallRecord) -> list[CallRecord]:
     if len(record.rows) < 2:
         return [record]
     begins = [sum(record.rows[:at]) for at in range(len(record.rows))]
-    return [
+    parts = [
         rows_of(record, slice(begin, begin + count))
         for begin, count in zip(begins, record.rows, strict=True)
     ]
+    return [replace(part, step=_step_of(part)) for part in parts]
+
+
+def _step_of(record: CallRecord) -> int:
+    """Return the step of a call that was cut from several, where its rows tell."""
+    calls = None if record.places is None else record.places.calls
+    known = calls is not None and len(calls) > 0 and int(calls[0, 0]) >= 0
+    return int(calls[0, 0]) if calls is not None and known else record.step
 
 
 def sequences_in(context: ComponentContext, record: CallRecord) -> list[CallRecord]:
@@ -822,6 +833,7 @@ def rows_of(record: CallRecord, rows: slice | Tensor) -> CallRecord:
         return {name: tensor[rows] if tensor.ndim else tensor for name, tensor in side.items()}
 
     inputs, outputs, expected = (part(side) for side in _sides(record))
+    held = part(record.held)
     known = torch.tensor(record.owners, dtype=torch.int64)
     owners = tuple(known[rows].tolist()) if record.owners else ()
     places = record.places
@@ -831,7 +843,7 @@ def rows_of(record: CallRecord, rows: slice | Tensor) -> CallRecord:
         places = places.select(chosen)
     return replace(
         record, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners,
-        places=places,
+        places=places, held=held,
     )  # fmt: skip
 
 

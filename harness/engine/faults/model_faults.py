@@ -146,7 +146,8 @@ class CallRecord:
     same component before this one, oldest first, as far as they are known: stale data comes from
     there. `rows` counts the rows of each call if several are concatenated. `elsewhere` holds, by
     layer, the inputs meant for the same component of other layers in this step. `places` says which
-    token each row is.
+    token each row is. `held` marks the outputs that a variant has to reproduce; all, where it is
+    empty.
     """
 
     inputs: Mapping[str, Tensor]
@@ -159,6 +160,7 @@ class CallRecord:
     elsewhere: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     owners: tuple[int, ...] = ()  # the sequence of each row, where rows are tokens
     places: RowPositions | None = None
+    held: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -209,7 +209,8 @@ def _proposed(equations: Equations, some: Equations, *, constant: bool) -> Itera
 
 
 @operation
-def _on_numbers(of: Numbers, operand: StoredOperand) -> Tensor:
+def on_numbers(of: Numbers, operand: StoredOperand) -> Tensor:
+    """Return an operand's numbers, changed."""
     return of(operand.numbers)
 
 
@@ -275,7 +276,7 @@ def _columns_of(of: Callable[[int], Tensor], matrix: Tensor) -> Tensor:
 
 def _by_functions(operand: StoredOperand) -> Iterator[OperandChange]:
     for each in functions():
-        yield OperandChange(f"every number is {each.words}", partial(_on_numbers, each.apply))
+        yield OperandChange(f"every number is {each.words}", partial(on_numbers, each.apply))
     if operand.form is None:
         return
     for each in functions():
@@ -294,7 +295,7 @@ def _by_formats(operand: StoredOperand) -> Iterator[OperandChange]:
         if form != operand.form and not form.zero_point:
             yield OperandChange(
                 f"every number is quantised to {form.name} once more",
-                partial(_on_numbers, partial(requantised, form)),
+                partial(on_numbers, partial(requantised, form)),
             )
 
 
@@ -370,7 +371,7 @@ def _by_scales(some: Equations) -> Iterator[OperandChange]:
     stored, used, error = operand.scales, solved.used, solved.error
     known = error < 0.5 * used.abs().clamp(min=_TINY)
     for factor in _factors(stored, used, error):
-        yield OperandChange(KEPT, partial(_on_numbers, torch.clone), gain=factor)
+        yield OperandChange(KEPT, partial(on_numbers, torch.clone), gain=factor)
     if operand.form is None:
         return
     yield from _named_scales(operand, solved)
@@ -594,7 +595,7 @@ def _by_parts(some: Equations) -> Iterator[OperandChange]:
             continue
         words = _parts_words(factors, wide)
         spread = torch.tensor(factors, dtype=torch.float64).repeat_interleave(wide)
-        yield OperandChange(words, partial(_on_numbers, partial(torch.mul, spread)))
+        yield OperandChange(words, partial(on_numbers, partial(torch.mul, spread)))
         return
 
 

@@ -75,11 +75,11 @@ def _read(seen: Tensor, right: Tensor) -> dict[int, int]:
 
 
 def other_numbers_given(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
-    """Yield whole numbers of an input that stood for others, or for those of the row before."""
+    """Yield inputs that are those of the row before, and whole numbers that stood for others."""
     if not is_by_row(context, record):
         return
     for name, given in record.inputs.items():
-        if given.is_floating_point() or given.dtype is torch.uint8 or not given.ndim:
+        if given.dtype is torch.uint8 or not given.ndim:
             continue
         for by in _ROLLS:
             side = "before" if by > 0 else "after"
@@ -88,7 +88,8 @@ def other_numbers_given(context: ComponentContext, record: CallRecord) -> Iterat
                 " end",
                 with_inputs(partial(rolled, name, by)),
             )
-        yield from _replaced(context, record, name)
+        if not given.is_floating_point():
+            yield from _replaced(context, record, name)
 
 
 @operation

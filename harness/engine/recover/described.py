@@ -28,6 +28,12 @@ from degarble.harness.engine.faults.model_faults import (
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
 from degarble.harness.engine.recover.choices import other_choices, other_numbers_given
+from degarble.harness.engine.recover.column_parts import (
+    of_equations,
+    of_input,
+    of_weight,
+    rules_in_columns,
+)
 from degarble.harness.engine.recover.differences import rows_rolled, rules_of
 from degarble.harness.engine.recover.edits import edits_of, input_by, least
 from degarble.harness.engine.recover.maps import (
@@ -46,6 +52,7 @@ from degarble.harness.engine.recover.operands import operand_of
 from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
 from degarble.harness.engine.recover.quantisers import decoded_input, quantiser_edits
 from degarble.harness.engine.recover.responses import recovered_input, seen_rows
+from degarble.harness.engine.recover.shares import only_in, shares_of
 from degarble.harness.engine.recover.stated import operation
 from degarble.harness.engine.recover.vectors import used_vectors
 from degarble.harness.engine.recover.weights import (
@@ -57,7 +64,13 @@ from degarble.harness.engine.recover.weights import (
     UsedWeights,
     recovered_weight,
 )
-from degarble.harness.engine.recover.whole import causes_in_operands, height, largest_call
+from degarble.harness.engine.recover.whole import (
+    causes_in_operands,
+    equations_of_input,
+    given_by_rule,
+    height,
+    largest_call,
+)
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number, share
 
@@ -72,8 +85,10 @@ if TYPE_CHECKING:
     from degarble.harness.engine.recover.weights import RecoveredRow
 
 SHOWN = 8  # rows of a table, weights of a sentence
+FEWEST_CHOSEN = 4  # rows with other choices
 FEW_PARTS = 2  # different changes in a sentence
 NEARLY = 0.1  # of the difference, that a rule with a fitted number leaves
+ROUGHLY = 0.6  # that one with a coarse number leaves
 MOST_RULES = 10  # of one output that are proved
 MOST_SOURCES = 64  # weights of other components among whose rows copies are looked up
 MOST_NUMBERS = 1 << 26  # of one of them: half a gigabyte
@@ -105,9 +120,50 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
 
     The first call is the one that shows most.
     """
-    if not calls or calls[0].implied:
+    if not calls or calls[0].implied or not _shows_enough(calls):
         return None
-    found = (
+    found = _described(context, calls) or _in_a_share(context, calls)
+    return None if found is None else replace(found, context=context)
+
+
+def _shows_enough(calls: Sequence[CallRecord]) -> bool:
+    """Tell whether few chosen numbers can be told from any others: many rules give one row."""
+    rows = 0
+    for record in calls:
+        struck = torch.zeros(height(record), dtype=torch.bool)
+        for name, right in record.expected.items():
+            seen = record.outputs.get(name)
+            if seen is None or seen.shape != right.shape or right.ndim != 2:
+                return True
+            wrong = (seen != right).any(1)
+            if right.is_floating_point() or right.itemsize == 1:
+                if bool(wrong.any()):
+                    return True
+                continue
+            struck |= wrong
+        rows += int(struck.sum())
+    return rows >= FEWEST_CHOSEN
+
+
+def _in_a_share(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    """Describe what only the columns of one rank show: the others may follow it or not."""
+    cut = shares_of(context, calls)
+    found = None if cut is None else _described(context, cut.calls)
+    if cut is None or found is None:
+        return None
+    variant = FaultVariant(
+        found.variant.words, partial(only_in, cut.columns, found.variant.apply),
+        stores_within=found.variant.stores_within,
+    )  # fmt: skip
+    fit = _predicts(context, calls, variant)
+    if fit is None:
+        return None
+    sentence = f"{found.sentence.removesuffix('.')}, in {cut.words} alone."
+    return replace(found, sentence=sentence, variant=variant, fit=fit)
+
+
+def _described(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    return (
         _by_weights(context, calls)
         or _by_outputs(context, calls)
         or _by_inputs(context, calls)
@@ -117,8 +173,8 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
         or _by_vectors(context, calls)
         or _by_codes(context, calls)
         or _by_whole_numbers(context, calls)
+        or _by_columns(context, calls)
     )
-    return None if found is None else replace(found, context=context)
 
 
 def _predicts(
@@ -602,7 +658,52 @@ def _by_whole_numbers(context: ComponentContext, calls: Sequence[CallRecord]) ->
     return None
 
 
+def _by_columns(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    for rule, made, remedy in _in_columns(context, calls[0]):
+        proved = _proved(context, calls, rule, made, nearly=ROUGHLY)  # bounds are tried coarsely
+        if proved is not None:
+            return _ruled(proved, remedy)
+    return None
+
+
+def _in_columns(
+    context: ComponentContext, record: CallRecord
+) -> Iterator[tuple[RecoveredRule, Callable[[RecoveredRule], FaultVariant], str]]:
+    """Yield one operation in some columns of a weight or of an input, with how it is tried."""
+    wrong = [view for view in views_of(context, record) if bool(view.wrong.any())]
+    if len({view.name for view in wrong}) == 1:
+        made = partial(_ruled_weight, context, wrong[0].name, "numbers")
+        for tables, rows in map(of_weight, wrong[:1]):
+            yield from ((rule, made, _LOADER) for rule in rules_in_columns(tables, rows))
+    if wrong:
+        joined = equations_of_input(context, record, wrong)
+        made = partial(_ruled_numbers_given, *joined[1:])
+        tables = of_equations(joined[0])
+        yield from ((rule, made, _READING) for rule in rules_in_columns(tables))
+        return
+    sides = [each for each in _sides(context, record) if each.loose]
+    if not sides or len(sides) < len(record.expected) or not is_by_row(context, record):
+        return
+    seen = seen_rows(context, record.inputs, sides, None)
+    if seen is None:
+        return
+    for name, tensor in record.inputs.items():
+        if tensor.ndim < 2 or not tensor.is_floating_point() or tensor.itemsize == 1:
+            continue
+        own = of_input(seen, name)
+        made = partial(_ruled_input, name, tensor.shape[-1])
+        if own is not None:
+            yield from ((rule, made, _READING) for rule in rules_in_columns(own))
+
+
 _READING = "Look at how the kernel reads this input: offsets, tiles, casts, what was fused into it."
+
+
+def _ruled_numbers_given(
+    form: str | None, dtype: torch.dtype, coded: bool, rule: RecoveredRule
+) -> FaultVariant:
+    words = f"in the {'quantised ' if coded else ''}input {rule.words}"
+    return FaultVariant(words, with_inputs(partial(given_by_rule, rule.apply, form, dtype)))
 
 
 def _ruled_input(name: str, wide: int, rule: RecoveredRule) -> FaultVariant:
@@ -707,4 +808,7 @@ def _sides(context: ComponentContext, record: CallRecord) -> Iterator[Sides]:
             continue
         slack = as_matrix(budget.slack.double().expand(right.shape))
         one, other = as_matrix(seen), as_matrix(right)
-        yield Sides(name, one, other, allowance(one, other, slack, budget.output))
+        allowed = allowance(one, other, slack, budget.output)
+        if name in record.held:
+            allowed = torch.where(as_matrix(record.held[name]) > 0, allowed, torch.inf)
+        yield Sides(name, one, other, allowed)

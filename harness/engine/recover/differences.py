@@ -58,7 +58,7 @@ class Lines(NamedTuple):
     of: Callable[[int], Tensor]
 
 
-class _Change(NamedTuple):
+class NumberChange(NamedTuple):
     """What was done to every number of a part: the words that follow it."""
 
     words: str
@@ -66,7 +66,7 @@ class _Change(NamedTuple):
     table: tuple[str, ...] = ()
     whole: bool = False  # the words say which lines
     value: float = 0.0  # a number that was fitted, if `again` makes the change with another one
-    again: Callable[[float], _Change] | None = None
+    again: Callable[[float], NumberChange] | None = None
 
     def rule(self, rows: Lines, columns: Lines) -> RecoveredRule:
         """Return the change in a part of rows and columns."""
@@ -101,7 +101,7 @@ def _applied(of: Function, rows: Lines, columns: Lines, right: Tensor) -> Tensor
     return torch.where(where, of(right), right)
 
 
-def _words(change: _Change, rows: Lines, columns: Lines) -> str:
+def _words(change: NumberChange, rows: Lines, columns: Lines) -> str:
     where = ", ".join(each.words for each in (rows, columns) if each.words)
     if change.whole:
         return f"{f'in {where}, ' if where else ''}{change.words}"
@@ -133,7 +133,7 @@ def _many(missed: Tensor, of: Tensor) -> bool:
 
 def parts_of(wrong: Tensor, kind: str, known: Tensor | None = None) -> list[Lines]:
     """Return sets of lines that hold the wrong ones, simplest first; lines may be unknown."""
-    found = [Lines("", partial(_between, (0, None, 1)))]
+    found = [Lines("", partial(between, (0, None, 1)))]
     at = wrong.nonzero().flatten().tolist()
     if not at:
         return found
@@ -147,15 +147,15 @@ def parts_of(wrong: Tensor, kind: str, known: Tensor | None = None) -> list[Line
         if len(at) < last - first + 1:
             return found
     every = "" if len(at) == 1 else f"s {first} to {last}"
-    found.append(Lines(f"{kind}{every or f' {first}'}", partial(_between, (first, last + 1, 1))))
+    found.append(Lines(f"{kind}{every or f' {first}'}", partial(between, (first, last + 1, 1))))
     step = gcd(*(each - first for each in at))
     if step > 1:
         begin, end = first % step, len(wrong)
         if len(at) > 1:
             words = f"{kind}s {begin}, {begin + step}, ... (every {step})"
-            found.insert(1, Lines(words, partial(_between, (begin, end, step))))
+            found.insert(1, Lines(words, partial(between, (begin, end, step))))
         words = f"{kind}s {first} to {last} in steps of {step}"
-        found.append(Lines(words, partial(_between, (first, last + 1, step))))
+        found.append(Lines(words, partial(between, (first, last + 1, step))))
     if len(at) < last - first + 1:
         listed = ", ".join(map(str, at[:MOST_LISTED])) + (", ..." if at[MOST_LISTED:] else "")
         found.append(Lines(f"{len(at)} {kind}s ({listed})", partial(_among, wrong)))
@@ -172,7 +172,8 @@ def _of_tokens(wrong: Tensor) -> list[Lines]:
 
 
 @operation
-def _between(ends: tuple[int, int | None, int], count: int) -> Tensor:
+def between(ends: tuple[int, int | None, int], count: int) -> Tensor:
+    """Mark lines by the ends and the step of a slice."""
     made = torch.zeros(count, dtype=torch.bool)
     made[slice(*ends)] = True
     return made
@@ -186,7 +187,7 @@ def _among(chosen: Tensor, count: int) -> Tensor:
 # ---- single numbers ------------------------------------------------------------------------------
 
 
-def _of_numbers(sides: Sides, wrong: Tensor) -> Iterator[_Change]:
+def _of_numbers(sides: Sides, wrong: Tensor) -> Iterator[NumberChange]:
     """Yield what may have been done to the wrong numbers, those with one constant first."""
     seen, right, allowed = sides.seen[wrong], sides.right[wrong], sides.allowed[wrong]
     if not sides.loose:  # codes and choices are no numbers
@@ -194,8 +195,8 @@ def _of_numbers(sides: Sides, wrong: Tensor) -> Iterator[_Change]:
         yield from _exchanged(seen, right)
         return
     ones = torch.ones_like(right)
-    families = ((_holding, seen, ones), (_multiplied, seen, right), (_shifted, seen - right, ones))
-    yield from (_Change(f"are {each.words}", each.apply) for each in functions())
+    families = ((holding, seen, ones), (multiplied, seen, right), (shifted, seen - right, ones))
+    yield from (NumberChange(f"are {each.words}", each.apply) for each in functions())
     for make, made, unit in families:
         value = _fitted(made, allowed, unit, seen)
         if value is not None:
@@ -203,25 +204,29 @@ def _of_numbers(sides: Sides, wrong: Tensor) -> Iterator[_Change]:
     yield from _bounds(seen, right, allowed)
 
 
-def _holding(value: float) -> _Change:
+def holding(value: float) -> NumberChange:
+    """Return the change to one number."""
     of = partial(torch.full_like, fill_value=value)
-    return _Change(f"hold {number(value, 4)}", of, value=value, again=_holding)
+    return NumberChange(f"hold {number(value, 4)}", of, value=value, again=holding)
 
 
-def _multiplied(value: float) -> _Change:
+def multiplied(value: float) -> NumberChange:
+    """Return the change by a factor."""
     words, of = f"are multiplied by {number(value, 4)}", partial(torch.mul, other=value)
-    return _Change(words, of, value=value, again=_multiplied)
+    return NumberChange(words, of, value=value, again=multiplied)
 
 
-def _shifted(value: float) -> _Change:
+def shifted(value: float) -> NumberChange:
+    """Return the change by an addend."""
     words = f"are {number(abs(value), 4)} too {'large' if value > 0 else 'small'}"
-    return _Change(words, partial(torch.add, other=value), value=value, again=_shifted)
+    return NumberChange(words, partial(torch.add, other=value), value=value, again=shifted)
 
 
-def _within(value: float) -> _Change:
+def bounded(value: float) -> NumberChange:
+    """Return the change to magnitudes that a bound limits."""
     words = f"are clamped to {number(-value, 4)} and {number(value, 4)}"
     of = partial(torch.clamp, min=-value, max=value)
-    return _Change(words, of, value=value, again=_within)
+    return NumberChange(words, of, value=value, again=bounded)
 
 
 def _fitted(made: Tensor, allowed: Tensor, unit: Tensor, stored: Tensor) -> float | None:
@@ -241,11 +246,11 @@ def _fitted(made: Tensor, allowed: Tensor, unit: Tensor, stored: Tensor) -> floa
     return simplest(float((mean * weigh).sum()) / total, total**-0.5 / 6)
 
 
-def _flipped(seen: Tensor, right: Tensor) -> Iterator[_Change]:
+def _flipped(seen: Tensor, right: Tensor) -> Iterator[NumberChange]:
     """Yield bits that are turned in every code."""
     bits = int((seen ^ right)[0])
     if bool(((seen ^ right) == bits).all()):
-        yield _Change(f"have bits {bits:#04x} turned", partial(bits_turned, bits))
+        yield NumberChange(f"have bits {bits:#04x} turned", partial(bits_turned, bits))
 
 
 @operation
@@ -267,7 +272,7 @@ def rows_rolled(sides: Sides) -> Iterator[RecoveredRule]:
                 yield RecoveredRule(words, partial(torch.roll, shifts=by, dims=0))
 
 
-def _exchanged(seen: Tensor, right: Tensor) -> Iterator[_Change]:
+def _exchanged(seen: Tensor, right: Tensor) -> Iterator[NumberChange]:
     """Yield other numbers for a few: of codes and choices."""
     read: dict[float, float] = {}
     for value in right.unique().tolist():
@@ -276,7 +281,7 @@ def _exchanged(seen: Tensor, right: Tensor) -> Iterator[_Change]:
             return
         read[value] = used[0]
     words = " and ".join(f"{old:g} is {new:g}" for old, new in read.items())
-    yield _Change(words, partial(by_value, read), whole=True)
+    yield NumberChange(words, partial(by_value, read), whole=True)
 
 
 @operation
@@ -288,7 +293,7 @@ def by_value(read: Mapping[int, int] | Mapping[float, float], right: Tensor) -> 
     return made
 
 
-def _bounds(seen: Tensor, right: Tensor, allowed: Tensor) -> Iterator[_Change]:
+def _bounds(seen: Tensor, right: Tensor, allowed: Tensor) -> Iterator[NumberChange]:
     """Yield bounds that the wrong numbers stand at, where right ones are beyond."""
     found = {}
     for side, beyond in (("above", right > seen), ("below", right < seen)):
@@ -298,20 +303,20 @@ def _bounds(seen: Tensor, right: Tensor, allowed: Tensor) -> Iterator[_Change]:
     high, low = found.get("above"), found.get("below")
     if high is not None and low is not None and low < high:
         if abs(high + low) < 0.02 * abs(high):
-            yield _within(high)
+            yield bounded(high)
             return
         words = f"are clamped to {number(low, 4)} and {number(high, 4)}"
-        yield _Change(words, partial(torch.clamp, min=low, max=high))
+        yield NumberChange(words, partial(torch.clamp, min=low, max=high))
     if high is not None:
-        yield _Change(f"are not above {number(high, 4)}", partial(torch.clamp, max=high))
+        yield NumberChange(f"are not above {number(high, 4)}", partial(torch.clamp, max=high))
     if low is not None:
-        yield _Change(f"are not below {number(low, 4)}", partial(torch.clamp, min=low))
+        yield NumberChange(f"are not below {number(low, 4)}", partial(torch.clamp, min=low))
 
 
 # ---- lines in other places -----------------------------------------------------------------------
 
 
-def _of_places(sides: Sides, wrong: Tensor, *, rows: bool) -> Iterator[_Change]:
+def _of_places(sides: Sides, wrong: Tensor, *, rows: bool) -> Iterator[NumberChange]:
     columns = _matched(sides, wrong)
     if columns is not None:
         yield _moved_change(columns, "column", 1)
@@ -326,7 +331,7 @@ def _of_places(sides: Sides, wrong: Tensor, *, rows: bool) -> Iterator[_Change]:
     yield from _transposed(sides, wrong)
 
 
-def _moved_change(places: Tensor, kind: str, dim: int) -> _Change:
+def _moved_change(places: Tensor, kind: str, dim: int) -> NumberChange:
     words, table = moved(places, kind), tuple[str, ...]()
     if not words:
         others = (places != torch.arange(len(places))).nonzero().flatten().tolist()
@@ -335,7 +340,7 @@ def _moved_change(places: Tensor, kind: str, dim: int) -> _Change:
         words = f"{len(others)} {kind}s hold the numbers of others ({shown}, ...)"
     rule = rule_of(places) if dim else None
     of = partial(_taken, places, dim) if rule is None else partial(lines_by, rule, dim)
-    return _Change(words, of, table, whole=True)
+    return NumberChange(words, of, table, whole=True)
 
 
 @operation
@@ -377,7 +382,7 @@ def _matched(sides: Sides, wrong: Tensor) -> Tensor | None:
     return places
 
 
-def _transposed(sides: Sides, wrong: Tensor) -> Iterator[_Change]:
+def _transposed(sides: Sides, wrong: Tensor) -> Iterator[NumberChange]:
     """Yield a square part that holds its own transpose."""
     high, wide = wrong.shape
     of_rows, of_columns = parts_of(wrong.any(1), "row"), parts_of(wrong.any(0), "column")
@@ -391,7 +396,7 @@ def _transposed(sides: Sides, wrong: Tensor) -> Iterator[_Change]:
         if bool(held.all()):
             where = " and ".join(each.words for each in (rows, columns) if each.words)
             words = f"the first {side} by {side} numbers{f' of {where}' if where else ''}"
-            yield _Change(f"{words} are transposed", partial(_turned, index), whole=True)
+            yield NumberChange(f"{words} are transposed", partial(_turned, index), whole=True)
             return
 
 

@@ -66,6 +66,7 @@ _TURNS = 24  # of a search for a number
 _GOLDEN = 0.6180339887498949
 _MOST_POWER = 30  # of two, in front of FP16
 _SHIFTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128)
+_UNITS = (2, 3, 4, 5, 6, 8, 16, 32, 64)  # by which positions may be counted
 _COUNTED = 1000  # a whole number of the config above this is taken for a real one
 _PARTS = (32, 64, 128)  # columns of a partial sum
 _ROUNDING = 2.0**-9
@@ -316,8 +317,11 @@ def _of_positions(record: CallRecord) -> Iterator[FaultVariant]:
     rules += [
         ("0", torch.zeros_like),
         ("turned in sign", torch.neg),
-        ("doubled", partial(torch.mul, other=2)),
-        ("halved", partial(torch.div, other=2, rounding_mode="floor")),
+        *((f"multiplied by {by}", partial(torch.mul, other=by)) for by in _UNITS),
+        *(
+            (f"divided by {by}, rounded down", partial(torch.div, other=by, rounding_mode="floor"))
+            for by in _UNITS
+        ),
         ("those of the rows of the call", _counted_rows),
         ("counted from the call's first token", _from_first),
         ("in reverse order", partial(torch.flip, dims=(0,))),

@@ -9,6 +9,7 @@ Shape letters: T rows of a view, N rows of a weight, K columns of a weight.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from degarble.harness.base.errors import DegarbleError
 from degarble.harness.engine.budget.budget import spacing
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
-from degarble.harness.engine.faults.regions import expert_of, extents, matrices
+from degarble.harness.engine.faults.regions import OutputColumns, expert_of, extents, matrices
 from degarble.harness.engine.faults.weight_faults import numbers_of
 from degarble.references.linears import CODES, X, activation_values, weight_values
 from degarble.references.numerics import DecodedOperands
@@ -36,6 +37,7 @@ OUT = "out"
 EXPERTS = "experts"
 FEWEST_ROWS = 4  # of a view: fewer cannot tell one cause from another
 MOST_ROWS = 256
+_ROUNDING = 2.0**-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ class ProductView:
     at: Tensor  # [T], the rows of the inputs
     first_row: int = 0  # of the weight
     first_column: int = 0  # of the inputs
+    gain: float = 1.0  # that the component applies; it is in `x`
 
     @property
     def wrong(self) -> Tensor:
@@ -83,10 +86,24 @@ def views_of(context: ComponentContext, record: CallRecord) -> Iterator[ProductV
         if seen is None or output not in budgets or not is_comparable(seen, expected):
             continue
         slack = budgets[output].slack.double().expand(expected.shape)
+        if output in record.held:
+            slack = torch.where(record.held[output], slack, torch.inf)
         cut = [each.double().flatten(0, -2)[rows][:, columns] for each in (seen, expected, slack)]
         weight = context.weights[name]
+        bias = _bias(context, name)
         numbers = _multiplied(context, weight)
+        if bias is not None and bias.shape == cut[1].shape[1:]:
+            # Rounded by the size that it has with the bias.
+            one, other, slack = cut
+            wide = allowance(one, other, slack, budgets[output].output)
+            cut = [one - bias, other - bias, wide]
         yield from _in_groups(name, weight, numbers, (flat[at], at), cut, budgets[output].output)
+
+
+def _bias(context: ComponentContext, name: str) -> Tensor | None:
+    """Return what is added to a product, where the component has it."""
+    known = f"{name.rpartition('.')[0]}.bias".removeprefix(".")
+    return numbers_of(context.weights[known]).double() if known in context.weights else None
 
 
 def _multiplied(context: ComponentContext, weight: Weight) -> Tensor:
@@ -116,11 +133,20 @@ def _in_groups(
     for number in range(groups):
         x = inputs[:, number * wide : (number + 1) * wide]
         rows = slice(number * high, (number + 1) * high)
+        gain = _gain(x @ w_NK[rows].T, expected[:, rows])
+        x = x * gain
         product = x @ w_NK[rows].T
         allowed = allowance(seen[:, rows], product, slack[:, rows], stored)
         if bool(((product - expected[:, rows]).abs() <= allowed).all()):
             sides = (x, w_NK, seen[:, rows], product, allowed, at)
-            yield _most_telling(ProductView(name, weight, *sides, rows.start, number * wide))
+            yield _most_telling(ProductView(name, weight, *sides, rows.start, number * wide, gain))
+
+
+def _gain(product: Tensor, expected: Tensor) -> float:
+    """Return the factor that the component applies to a product; 1 where roundings leave none."""
+    along = float(product.square().sum())
+    gain = float((product * expected).sum()) / along if along > 0 else 1.0
+    return 1.0 if not math.isfinite(gain) or abs(gain - 1) < _ROUNDING else gain
 
 
 def allowance(seen: Tensor, right: Tensor, slack: Tensor, stored: ElementFormat) -> Tensor:
@@ -142,7 +168,7 @@ def _places(
     context: ComponentContext, record: CallRecord, rows: Tensor
 ) -> Iterator[tuple[str, str, Tensor, slice, Tensor]]:
     """Yield a weight, its output, its rows and columns there, and which inputs these rows have."""
-    for extent in extents(context, record):
+    for extent in extents(context, record) or _with_bias(context, record):
         if len(rows) == record.expected[extent.output].flatten(0, -2).shape[0]:
             columns = slice(extent.begin, extent.end)
             every = torch.arange(len(rows))
@@ -162,6 +188,17 @@ def _places(
                 end = begin + context.weights[name].shape[0]
                 yield name, OUT, own, slice(begin, end), of_slot[own]
                 begin = end
+
+
+def _with_bias(context: ComponentContext, record: CallRecord) -> list[OutputColumns]:
+    """Return the columns of the only matrix where all else is what is added to its product."""
+    names = [name for name in matrices(context) if len(context.weights[name].shape) == 2]
+    rest = [name for name in matrices(context) if name not in names]
+    if len(names) != 1 or len(rest) != 1 or _bias(context, names[0]) is None:
+        return []
+    high = context.weights[names[0]].shape[0]
+    fits = OUT in record.expected and record.expected[OUT].flatten(1).shape[1] == high
+    return [OutputColumns(names[0], OUT, 0, high)] if fits else []
 
 
 def _most_telling(view: ProductView) -> ProductView:

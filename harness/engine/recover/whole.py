@@ -15,7 +15,13 @@ from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.trial import calls_in
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_inputs, with_weights
 from degarble.harness.engine.faults.regions import full_name
-from degarble.harness.engine.recover.changes import HOLDS, Equations, changes_of
+from degarble.harness.engine.recover.changes import (
+    HOLDS,
+    Equations,
+    OperandChange,
+    changes_of,
+    on_numbers,
+)
 from degarble.harness.engine.recover.operands import operand_of, operand_of_input
 from degarble.harness.engine.recover.products import views_of
 from degarble.harness.engine.recover.stated import operation
@@ -23,12 +29,11 @@ from degarble.harness.formats.weight import Weight
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X_LOOSE, X
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
-    from degarble.harness.engine.recover.changes import OperandChange
     from degarble.harness.engine.recover.operands import StoredOperand
     from degarble.harness.engine.recover.products import ProductView
 
@@ -202,14 +207,7 @@ def _listed(names: Sequence[str], everything: int) -> str:
 def _in_input(
     context: ComponentContext, record: CallRecord, wrong: Sequence[ProductView]
 ) -> Iterator[OperandCause]:
-    call = JudgeableCall.from_twin(context.bound, context.name, record.inputs, record.expected)
-    form = call.activation
-    operand = operand_of_input(record.inputs, form)
-    by_rows: dict[tuple[int, ...], list[ProductView]] = defaultdict(list)
-    for view in wrong:
-        by_rows[tuple(view.at.tolist())].append(view)
-    joined = [_of_input(views, operand) for views in by_rows.values()]
-    joined.sort(key=lambda each: -each.seen.numel())
+    joined, form = _equations(context, record, wrong)
     dtype = context.bound.numerics.products
     changes = changes_of(joined[0], constant=False)
     for change in islice(changes, MOST_CHANGES):
@@ -218,6 +216,41 @@ def _in_input(
         words = f"in the {'quantised ' if CODES in record.inputs else ''}input {change.words}"
         changed = with_inputs(partial(_input_changed, change, form, dtype))
         yield OperandCause(words, FaultVariant(words, changed), True)
+
+
+def _equations(
+    context: ComponentContext, record: CallRecord, wrong: Sequence[ProductView]
+) -> tuple[list[Equations], str | None]:
+    """Return what products say of the rows of an input, most numbers first, and its format."""
+    call = JudgeableCall.from_twin(context.bound, context.name, record.inputs, record.expected)
+    operand = operand_of_input(record.inputs, call.activation)
+    by_rows: dict[tuple[int, ...], list[ProductView]] = defaultdict(list)
+    for view in wrong:
+        by_rows[tuple(view.at.tolist())].append(view)
+    joined = [_of_input(views, operand) for views in by_rows.values()]
+    joined.sort(key=lambda each: -each.seen.numel())
+    return joined, call.activation
+
+
+def equations_of_input(
+    context: ComponentContext, record: CallRecord, wrong: Sequence[ProductView]
+) -> tuple[Equations, str | None, torch.dtype, bool]:
+    """Return what most products say of an input, its format and type, and whether it is codes."""
+    joined, form = _equations(context, record, wrong)
+    coded = CODES in record.inputs
+    dtype = context.bound.numerics.products if coded else record.inputs[X].dtype
+    return joined[0], form, dtype, coded
+
+
+@operation
+def given_by_rule(
+    of: Callable[[Tensor], Tensor],
+    form: str | None,
+    dtype: torch.dtype,
+    inputs: Mapping[str, Tensor],
+) -> Mapping[str, Tensor]:
+    """Return the inputs of a product whose numbers, decoded, were changed as a matrix."""
+    return _input_changed(OperandChange("", partial(on_numbers, of)), form, dtype, inputs)
 
 
 @operation
@@ -237,7 +270,7 @@ def _of_input(views: Sequence[ProductView], operand: StoredOperand) -> Equations
     for view in views:
         high = view.seen.shape[1]
         other = torch.zeros(high, width, dtype=torch.float64)
-        numbers = view.numbers[view.first_row : view.first_row + high]
+        numbers = view.numbers[view.first_row : view.first_row + high] * view.gain
         other[:, view.first_column : view.first_column + numbers.shape[1]] = numbers
         others.append(other)
     seen, right, allowed = (

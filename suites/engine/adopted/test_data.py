@@ -192,8 +192,9 @@ def test_a_table_of_places_is_a_rule_or_none() -> None:
 SEARCH = {
     "distance", "unrounded", "unrounded_output", "cache", "_scaled_input", "_config_variant",
     "_filled", "_moved_part", "_moved_rows", "_moved_columns", "_gains", "_clamped", "_cut",
-    "_signs", "height", "_alone", "_unquantised", "_ruled_output", "_ruled_input", "_holding",
-    "_multiplied", "_shifted", "_within", "_variant", "_ruled_weight",
+    "_signs", "height", "_alone", "_unquantised", "_ruled_output", "_ruled_input", "holding",
+    "multiplied", "shifted", "bounded", "_variant", "_ruled_weight", "_ruled_numbers_given",
+    "of_weight",
 }  # fmt: skip
 
 

@@ -1,0 +1,359 @@
+"""Find the columns of an operand or an input in which one operation acts, from few rows.
+
+What an operation changes is, in a product, the sum of what it changes in each column; in other
+components it is nearly so. Two tables hold that for all sets of columns at once: what each column's
+change has in common with the difference that was seen, and with every other column's. The best
+range of columns, every so many of them, and all of them are read off these for each operation; a
+number that it has is fitted. Solving for columns one by one takes as many outputs as columns.
+
+Shape letters: P rows of the operand, Q rows of the other one, K columns, N numbers of an output
+row.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.recover.differences import (
+    Lines,
+    NumberChange,
+    between,
+    bounded,
+    holding,
+    multiplied,
+    parts_of,
+    shifted,
+)
+from degarble.harness.engine.recover.maps import simplest
+from degarble.harness.engine.recover.numbers import functions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from degarble.harness.engine.recover.changes import Equations
+    from degarble.harness.engine.recover.differences import RecoveredRule
+    from degarble.harness.engine.recover.products import ProductView
+    from degarble.harness.engine.recover.responses import Seen
+
+LEAVES = 0.05  # of the difference's energy, at most
+FEWEST = 3  # wrong rows, for a change with a number
+MOST_ROWS = 64
+MOST_COLUMNS = 1024
+MOST_PROVED = 6
+MOST_COMPUTED = 1 << 11  # rows, with one number changed each
+MOST_NUMBERS = 1 << 22  # that come out of these
+_STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_LIMITS = 24  # bounds that are tried, more of them where few numbers are larger
+_SAME = 1e-9  # of the energy
+_COARSE = 8.0  # times less is left by the bound that is fitted
+_NEARLY = 0.8  # of the energy is left: a bound near to it may leave less
+_NEAR = tuple(1 + step / 50 for step in range(-8, 9) if step)  # bounds next to a likely one
+_DENSER = 0.78
+_ALIKE = 1.02  # times what the best set of columns leaves: simpler sets are as good
+_MOSTLY = 0.9  # of the rows of a part are wrong
+_SLOPE = 0.25  # of a number, by which it is changed to learn how outputs answer
+_TINY = 1e-300
+
+Ends = tuple[int, int, int]
+Set = tuple["Tensor", "Tensor", "Callable[[int], Ends]"]  # sums, and which columns a place means
+Sums = tuple["Tensor", "Tensor"]  # in common with the difference [K], and among columns [K, K]
+
+
+class _Columns(NamedTuple):
+    """A set of columns, what it leaves of the difference, and the fitted number."""
+
+    left: float
+    value: float
+    error: float
+    ends: Ends
+
+
+class _Found(NamedTuple):
+    left: float
+    order: int
+    rule: RecoveredRule
+
+
+def rules_in_columns(tables: Tables, rows: Lines | None = None) -> list[RecoveredRule]:
+    """Return what one operation in some columns may have been, the likeliest first."""
+    own, wide = tables.own, tables.own.shape[1]
+    if not own.numel() or wide > MOST_COLUMNS or not bool(own.isfinite().all()):
+        return []
+    if not 0 < tables.energy < math.inf:
+        return []
+    some = rows or Lines("", partial(between, (0, None, 1)))
+    found = []
+    for order, (columns, change) in enumerate(_changes(tables)):
+        if columns.left <= LEAVES:
+            lines = _lines(columns.ends, wide)
+            found.append(_Found(columns.left, order, change.rule(some, lines)))
+    found.sort(key=lambda each: (math.floor(math.log(each.left + 1e-9, 4.0)), each.order))
+    return [each.rule for each in found[:MOST_PROVED]]
+
+
+def _lines(ends: Ends, wide: int) -> Lines:
+    chosen = torch.zeros(wide, dtype=torch.bool)
+    chosen[slice(*ends)] = True
+    if bool(chosen.all()):
+        return Lines("", partial(between, (0, None, 1)))
+    return parts_of(chosen, "column")[1]
+
+
+# ---- what columns change -------------------------------------------------------------------------
+
+
+class Tables(ABC):
+    """The difference in units of what is allowed, and what changes of single columns give."""
+
+    own: Tensor  # [P, K] of float64: the numbers of wrong rows
+    energy: float
+
+    @abstractmethod
+    def sets(self, delta: Tensor) -> Iterator[Set]:
+        """Yield the sums of sets of columns for a change [P, K]; none where it changes nothing."""
+
+
+class OfProduct(Tables):
+    """Rows of an operand that meet the rows of another."""
+
+    def __init__(self, own: Tensor, other: Tensor, gap: Tensor, allowed: Tensor) -> None:
+        held = allowed.isfinite()
+        size = torch.where(held, allowed, 0.0).sum(1) / held.sum(1).clamp(min=1)
+        self.own, self._rows = own, 1 / size.clamp(min=_TINY)[:, None]
+        known = held.all(0)
+        gap = gap[:, known] * self._rows
+        self.energy = float(gap.square().sum())
+        self._met = gap @ other[known]  # [P, K]
+        self._alike = other[known].T @ other[known]
+
+    def sets(self, delta: Tensor) -> Iterator[Set]:
+        """Yield the sums of sets of columns for a change of the operand."""
+        sums = self._sums(delta)
+        if sums is not None:
+            yield from _sets(*sums)
+
+    def _sums(self, delta: Tensor) -> Sums | None:
+        made = delta * self._rows
+        if not bool(made.isfinite().all()) or not bool(made.any()):
+            return None
+        return (self._met * made).sum(0), made.T @ made * self._alike
+
+    def held(self) -> Iterator[tuple[_Columns, NumberChange]]:
+        """Yield columns in which all numbers are one: their own are taken away, and it is added."""
+        ones = torch.ones_like(self.own)
+        gone, filled = self._sums(self.own), self._sums(ones)
+        if gone is None or filled is None:
+            return
+        both = (self.own * self._rows).T @ (ones * self._rows) * self._alike
+        mixed = gone[0], (both + both.T) / 2
+        for (lost, taken, ends), (added, size, _), (_, shared, _) in zip(
+            _sets(*gone), _sets(*filled), _sets(*mixed), strict=True
+        ):
+            whole, along = size.clamp(min=_TINY), added + shared
+            left = self.energy + 2 * lost + taken - along.square() / whole
+            at = int(left.argmin())
+            value = float((along / whole).flatten()[at])
+            error = float(whole.flatten()[at]) ** -0.5
+            part = max(0.0, float(left.flatten()[at]) / self.energy)
+            yield _Columns(part, value, error, ends(at)), holding(simplest(value, 3 * error))
+
+
+class OfInput(Tables):
+    """Rows of a component's input, each column changed by itself and computed anew."""
+
+    def __init__(self, seen: Seen, name: str) -> None:
+        x = seen.inputs[name].double()
+        self._shape, self._seen, self._name = x.shape, seen, name
+        self.own = x.reshape(-1, x.shape[-1])
+        self._right = seen.call(seen.inputs)
+        self._weigh = torch.where(seen.allowed.isfinite(), 1 / seen.allowed, 0.0)
+        self._gap = ((seen.outputs - self._right) * self._weigh).nan_to_num(0, 0, 0).flatten()
+        self.energy = float(self._gap.square().sum())
+
+    def sets(self, delta: Tensor) -> Iterator[Set]:
+        """Yield the sums of sets of columns: those of ranges are added up, others are computed."""
+        wide = self.own.shape[1]
+        if not bool(delta.isfinite().all()) or not bool(delta.any()):
+            return
+        members, ends = _members(wide)
+        made = self._made(delta, torch.cat([torch.eye(wide, dtype=members.dtype), members.T]))
+        each, whole = made[:wide], made[wide:]
+        yield from list(_sets(each @ self._gap, each @ each.T))[1:2]
+        yield whole @ self._gap, whole.square().sum(1), ends.__getitem__
+
+    def _made(self, delta: Tensor, chosen: Tensor) -> Tensor:
+        """Return what outputs change, in units of what is allowed, for some sets of columns."""
+        (count, *_, wide), each = self._shape, len(chosen)
+        change = delta.reshape(count, 1, -1, wide) * chosen[None, :, None]  # [T, S, ..., K]
+        x = (self.own.reshape(count, 1, -1, wide) + change).reshape(-1, *self._shape[1:])
+        inputs = {
+            name: tensor.repeat_interleave(each, 0) if tensor.ndim else tensor
+            for name, tensor in self._seen.inputs.items()
+        }
+        made = self._seen.call({**inputs, self._name: x}).reshape(count, each, -1)
+        apart = ((made - self._right[:, None]) * self._weigh[:, None]).nan_to_num(0, 0, 0)
+        found: Tensor = apart.transpose(0, 1).reshape(each, -1)
+        return found
+
+
+def of_input(seen: Seen, name: str) -> OfInput | None:
+    """Return the tables of an input, for as few rows as are computed; None where it is too wide."""
+    x = seen.inputs[name]
+    wide = x.shape[-1]
+    if not 1 < wide <= MOST_COLUMNS:
+        return None
+    rows = min(MOST_COMPUTED // wide + 1, MOST_NUMBERS // (wide * max(seen.outputs.shape[1], 1)))
+    rows = min(rows, MOST_NUMBERS // (wide * max(1, x[0].numel())))
+    if rows < 1:
+        return None
+    if rows < len(x):
+        kept = torch.arange(0, len(x), -(-len(x) // rows))
+        inputs = {n: t[kept] if t.ndim else t for n, t in seen.inputs.items()}
+        seen = replace(seen, inputs=inputs, outputs=seen.outputs[kept], allowed=seen.allowed[kept])
+    try:
+        return OfInput(seen, name)
+    except CANNOT_RUN:
+        return None
+
+
+def of_weight(view: ProductView) -> tuple[OfProduct, Lines]:
+    """Return the tables of a weight's wrong rows, and which rows these are."""
+    wrong = view.wrong.any(0)
+    every = torch.zeros(len(view.numbers), dtype=torch.bool)
+    every[view.first_row : view.first_row + len(wrong)] = wrong
+    lines = parts_of(every, "row")
+    rows = next((each for each in lines if _fills(each.of(len(every)), every)), lines[-1])
+    at = wrong.nonzero().flatten()
+    at = at[:: -(-len(at) // MOST_ROWS)]
+    own = view.numbers[view.first_row + at]
+    return OfProduct(own, view.x, (view.seen - view.product).T[at], view.allowed.T[at]), rows
+
+
+def _fills(chosen: Tensor, wrong: Tensor) -> bool:
+    return float(wrong[chosen].double().mean()) >= _MOSTLY
+
+
+def of_equations(equations: Equations) -> OfProduct:
+    """Return the tables of an operand's wrong rows."""
+    at = equations.wrong.any(1).nonzero().flatten()
+    some = equations.of(at[:: -(-len(at) // MOST_ROWS)] if len(at) else at)
+    own = equations.operand.of_rows(some.rows).numbers
+    return OfProduct(own, equations.other, some.seen - some.right, some.allowed)
+
+
+# ---- operations ----------------------------------------------------------------------------------
+
+
+def _changes(tables: Tables) -> Iterator[tuple[_Columns, NumberChange]]:
+    """Yield the best columns of every operation."""
+    own = tables.own
+    for each in functions():
+        for columns in _best(tables, each.apply(own) - own):
+            yield columns, NumberChange(f"are {each.words}", each.apply)
+    if len(own) < FEWEST:
+        return
+    size = float(own.abs().mean()) or 1.0
+    for columns in _with_part(tables, own):
+        yield columns, multiplied(simplest(1 + columns.value, 3 * columns.error))
+    for columns in _with_part(tables, torch.full_like(own, size)):
+        yield columns, shifted(simplest(columns.value * size, 3 * columns.error * size))
+    if isinstance(tables, OfProduct):
+        yield from tables.held()
+    yield from _bounded(tables)
+
+
+def _with_part(tables: Tables, unit: Tensor) -> list[_Columns]:
+    """Return the best columns for a part of a change; twice, where outputs do not follow it."""
+    slope, found = _SLOPE, list[_Columns]()
+    for _ in range(2):
+        best = list(_best(tables, unit * slope, free=True))
+        found = [
+            each._replace(value=each.value * slope, error=each.error * abs(slope)) for each in best
+        ] or found
+        if not best or isinstance(tables, OfProduct):
+            break
+        slope = found[-1].value or _SLOPE
+    return found
+
+
+def _bounded(tables: Tables) -> Iterator[tuple[_Columns, NumberChange]]:
+    """Yield columns whose magnitudes are bounded, by the likeliest of a few bounds."""
+    own = tables.own
+    sizes = own.abs().flatten().sort().values
+    places = (1 - 0.7 * _DENSER ** torch.arange(_LIMITS)) * (len(sizes) - 1)
+    best: dict[int, tuple[_Columns, float]] = {}
+
+    def tried(limit: float) -> None:
+        for kind, columns in enumerate(_best(tables, own.clamp(-limit, limit) - own)):
+            if kind not in best or columns.left < best[kind][0].left:
+                best[kind] = columns, limit
+
+    for limit in sizes[places.long()].unique().tolist():
+        tried(limit)
+    for columns, limit in sorted(best.values(), key=lambda each: each[0].left)[:1]:
+        for part in _NEAR if columns.left < _NEARLY else ():
+            tried(limit * part)
+    for columns, limit in best.values():
+        # The bound is between two that were tried: it is fitted when it is proved.
+        yield columns._replace(left=columns.left / _COARSE), bounded(limit)
+
+
+def _best(tables: Tables, delta: Tensor, *, free: bool = False) -> Iterator[_Columns]:
+    """Yield the best set of each kind; simpler kinds come first."""
+    least, energy = math.inf, tables.energy
+    for along, size, ends in tables.sets(delta):
+        whole = size.clamp(min=_TINY)
+        value = along / whole if free else torch.ones_like(along)
+        left = energy - 2 * value * along + value.square() * size
+        at = int((left <= left.min() + _SAME * energy).int().argmax())
+        part = max(0.0, float(left.flatten()[at]) / energy)
+        if part * _ALIKE < least:
+            least = part
+            error = float(whole.flatten()[at]) ** -0.5
+            yield _Columns(part, float(value.flatten()[at]), error, ends(at))
+
+
+# ---- sets of columns -----------------------------------------------------------------------------
+
+
+def _sets(cross: Tensor, gram: Tensor) -> Iterator[Set]:
+    """Yield sums over all columns, every range, every so many; and which set a place stands for."""
+    wide = len(cross)
+    yield cross.sum()[None], gram.sum()[None], lambda _at: (0, wide, 1)
+    one = torch.nn.functional.pad(cross.cumsum(0), (1, 0))
+    two = torch.nn.functional.pad(gram.cumsum(0).cumsum(1), (1, 0, 1, 0))
+    square, empty = two.diagonal(), torch.ones(wide + 1, wide + 1, dtype=torch.bool).tril()
+    along = (one[None, :] - one[:, None]).masked_fill(empty, 0.0)  # [begin, end]
+    size = (square[None, :] + square[:, None] - two - two.T).masked_fill(empty, 0.0)
+    narrow = (
+        (torch.arange(wide + 1)[None] - torch.arange(wide + 1)[:, None])
+        .flatten()
+        .argsort(stable=True)
+    )  # of ranges that are as good, the narrowest comes first
+    yield (
+        along.flatten()[narrow],
+        size.flatten()[narrow],
+        lambda at: (int(narrow[at]) // (wide + 1), int(narrow[at]) % (wide + 1), 1),
+    )
+    members, every = _members(wide)
+    yield cross @ members, (gram @ members * members).sum(0), every.__getitem__
+
+
+@cache
+def _members(wide: int) -> tuple[Tensor, list[Ends]]:
+    """Return which columns [K, S] belong to all of them, and to every so many; and their ends."""
+    ends = [(0, wide, 1)]
+    ends += [(offset, wide, step) for step in _STEPS if step < wide for offset in range(step)]
+    made = torch.zeros(wide, len(ends), dtype=torch.float64)
+    for number, each in enumerate(ends):
+        made[slice(*each), number] = 1.0
+    return made, ends
