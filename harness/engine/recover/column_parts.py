@@ -83,7 +83,7 @@ class _Found(NamedTuple):
     rule: RecoveredRule
 
 
-def rules_in_columns(tables: Tables, rows: Lines | None = None) -> list[RecoveredRule]:
+def rules_in_columns(tables: ColumnTables, rows: Lines | None = None) -> list[RecoveredRule]:
     """Return what one operation in some columns may have been, the likeliest first."""
     own, wide = tables.own, tables.own.shape[1]
     if not own.numel() or wide > MOST_COLUMNS or not bool(own.isfinite().all()):
@@ -111,7 +111,7 @@ def _lines(ends: Ends, wide: int) -> Lines:
 # ---- what columns change -------------------------------------------------------------------------
 
 
-class Tables(ABC):
+class ColumnTables(ABC):
     """The difference in units of what is allowed, and what changes of single columns give."""
 
     own: Tensor  # [P, K] of float64: the numbers of wrong rows
@@ -122,7 +122,7 @@ class Tables(ABC):
         """Yield the sums of sets of columns for a change [P, K]; none where it changes nothing."""
 
 
-class OfProduct(Tables):
+class OfProduct(ColumnTables):
     """Rows of an operand that meet the rows of another."""
 
     def __init__(self, own: Tensor, other: Tensor, gap: Tensor, allowed: Tensor) -> None:
@@ -167,7 +167,7 @@ class OfProduct(Tables):
             yield _Columns(part, value, error, ends(at)), holding(simplest(value, 3 * error))
 
 
-class OfInput(Tables):
+class OfInput(ColumnTables):
     """Rows of a component's input, each column changed by itself and computed anew."""
 
     def __init__(self, seen: Seen, name: str) -> None:
@@ -253,7 +253,7 @@ def of_equations(equations: Equations) -> OfProduct:
 # ---- operations ----------------------------------------------------------------------------------
 
 
-def _changes(tables: Tables) -> Iterator[tuple[_Columns, NumberChange]]:
+def _changes(tables: ColumnTables) -> Iterator[tuple[_Columns, NumberChange]]:
     """Yield the best columns of every operation."""
     own = tables.own
     for each in functions():
@@ -271,7 +271,7 @@ def _changes(tables: Tables) -> Iterator[tuple[_Columns, NumberChange]]:
     yield from _bounded(tables)
 
 
-def _with_part(tables: Tables, unit: Tensor) -> list[_Columns]:
+def _with_part(tables: ColumnTables, unit: Tensor) -> list[_Columns]:
     """Return the best columns for a part of a change; twice, where outputs do not follow it."""
     slope, found = _SLOPE, list[_Columns]()
     for _ in range(2):
@@ -285,7 +285,7 @@ def _with_part(tables: Tables, unit: Tensor) -> list[_Columns]:
     return found
 
 
-def _bounded(tables: Tables) -> Iterator[tuple[_Columns, NumberChange]]:
+def _bounded(tables: ColumnTables) -> Iterator[tuple[_Columns, NumberChange]]:
     """Yield columns whose magnitudes are bounded, by the likeliest of a few bounds."""
     own = tables.own
     sizes = own.abs().flatten().sort().values
@@ -307,7 +307,7 @@ def _bounded(tables: Tables) -> Iterator[tuple[_Columns, NumberChange]]:
         yield columns._replace(left=columns.left / _COARSE), bounded(limit)
 
 
-def _best(tables: Tables, delta: Tensor, *, free: bool = False) -> Iterator[_Columns]:
+def _best(tables: ColumnTables, delta: Tensor, *, free: bool = False) -> Iterator[_Columns]:
     """Yield the best set of each kind; simpler kinds come first."""
     least, energy = math.inf, tables.energy
     for along, size, ends in tables.sets(delta):
