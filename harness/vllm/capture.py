@@ -134,7 +134,7 @@ class _Rank:
 
     def note(self, batch: list[tuple[str, int]]) -> None:
         """Keep who is in the batch that comes, and with how many tokens."""
-        self._missed += bool(self._batch)
+        self._missed += bool(self._batch) and self._copies is not None
         # Logits of a step that is not seen would count as those of the step before.
         self.capture.batch([])
         self._batch = batch
