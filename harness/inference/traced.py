@@ -39,7 +39,7 @@ from degarble.references.traced.family import (
     logical_name,
     transformers_config,
 )
-from degarble.references.traced.trace import as_loaded
+from degarble.references.traced.trace import built
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -85,14 +85,7 @@ def _quiet() -> Iterator[None]:
 
 def meta_model(config: TracedConfig) -> nn.Module:
     """Build transformers' model on the meta device, without memory for its weights."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            transformers_config(config.text), dtype=config.torch_dtype, trust_remote_code=False,
-        )  # fmt: skip
-    loaded: nn.Module = as_loaded(model, config.torch_dtype)
-    return loaded.eval()
+    return built(transformers_config(config.text), config.torch_dtype)
 
 
 def naming_rules(config: TracedConfig) -> NamingRules:

@@ -174,7 +174,7 @@ def transformers_config(text: str) -> Any:
 
     raw = json.loads(text, object_hook=_number_of)
     kind, code = raw.pop("model_type", None), raw.pop("auto_map", None)
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         expected = "an architecture of transformers"
         if code is not None:
             expected += "; a checkpoint's code is never run"

@@ -383,7 +383,7 @@ def trace(config: Any, dtype: torch.dtype, tokens: int = TOKENS) -> Trace:
         _disable_current_modes(),
         _StandIns().installed() as stand_ins,
     ):
-        model = _built(config, dtype)
+        model = _traceable(config, dtype)
         buffers = _buffers_of(model)
         stand_ins.tracer = _Tracer(model, tokens)
         return _traced(model, buffers, stand_ins.tracer)
@@ -681,19 +681,27 @@ def as_loaded(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _built(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Return transformers' model of a config on the meta device."""
+def built(config: Any, dtype: torch.dtype, **chosen: str) -> nn.Module:
+    """Return transformers' model of a config on the meta device, as loading a checkpoint types it.
+
+    `chosen` names implementations of attention and experts.
+    """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
 
     with torch.device("meta"):
         try:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=EAGER,
-                experts_implementation=EXPERTS, trust_remote_code=False,
-            )  # fmt: skip
+                config, dtype=dtype, trust_remote_code=False, **chosen
+            )
         except Exception as error:
             raise refused_config(config.model_type, error) from error
     found: nn.Module = as_loaded(model, dtype).eval()
+    return found
+
+
+def _traceable(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model to trace; raise where it counts positions by padding."""
+    found = built(config, dtype, attn_implementation=EAGER, experts_implementation=EXPERTS)
     counting = next((each for each in found.modules() if hasattr(each, _FROM_TOKENS)), None)
     if counting is not None:
         raise NotBuilt(

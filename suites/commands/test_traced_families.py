@@ -182,6 +182,8 @@ _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "heads": (
         lambda folder: _config(folder, num_attention_heads=5), "settings that transformers builds"
     ),
+    "negative": (lambda folder: _config(folder, hidden_size=-64), "builds this model"),
+    "no name": (lambda folder: _config(folder, model_type=["llama"]), "an architecture of"),
     "gguf": (_gguf, "gguf_file=FILE"),
     "missing": (
         lambda folder: _tensors(folder, lambda held: held.pop(_NORM)), f"missing, such as {_NORM}"

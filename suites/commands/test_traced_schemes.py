@@ -119,6 +119,10 @@ def test_experts_of_gpt_oss_are_read_as_transformers_decodes_them(
             assert torch.equal(model.weights[own].values(torch.float32), values)
     assert captured(capsys, folder, tmp_path / "capture", "--backend", "transformers").status == 0
     assert checked(capsys, tmp_path / "capture", folder)["verdict"] == "AGREES"
+    refused = call(capsys, "convert", folder, tmp_path / "bf16", "--to", "bf16")
+    assert refused.status == 2
+    assert "quantised experts in one stack" in refused.err
+    assert not (tmp_path / "bf16").exists()
 
 
 def test_blocks_of_fp8_have_inputs_in_blocks_of_a_row(capsys: Capsys, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch
 from degarble.harness.checkpoint.read.types import shown
+from degarble.harness.checkpoint.view.modules import BLOCKS, SCALES
 from degarble.harness.formats.codec import decode_array
 from degarble.harness.formats.fast.buffers import values_of
 from degarble.harness.formats.fast.nvfp4 import largest_finite
@@ -112,6 +113,7 @@ def linears(checkpoint: Checkpoint) -> Iterator[SourceLinear]:
     """Yield every linear of a known model, or every quantised module of an unknown one."""
     names = checkpoint.names
     if names is None:
+        _require_no_stacks(checkpoint)
         for module in checkpoint.modules():
             weight = checkpoint.stored(module)
             if weight.format is not None and len(weight.shape) == 2:
@@ -127,6 +129,21 @@ def linears(checkpoint: Checkpoint) -> Iterator[SourceLinear]:
                     "Take it apart first: convert it back to the layout that it was made from.",
                 )
             yield SourceLinear(name, names.module_of(parameter), checkpoint.stored(name), parameter)
+
+
+def _require_no_stacks(checkpoint: Checkpoint) -> None:
+    """Raise where the experts of a layer are quantised in one tensor, which no conversion reads."""
+    entries, table = checkpoint.entries, checkpoint.table
+    for name in entries:
+        packed = name.endswith(BLOCKS) and f"{name.removesuffix(BLOCKS)}{SCALES}" in entries
+        if packed or table.is_nvfp4_stack(name):
+            raise LayoutMismatch(
+                f"layout of {shown(str(checkpoint.root))}",
+                f"{shown(name)}, quantised experts in one stack",
+                "a checkpoint with one module a linear",
+                "Take the checkpoint in BF16 that it was made from: quantised stacks are read by"
+                " `degarble generate`, `capture` and `check`, and not converted.",
+            )
 
 
 def chosen_linears(found: Iterable[SourceLinear], only: tuple[str, ...]) -> Iterator[SourceLinear]:
