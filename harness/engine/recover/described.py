@@ -120,13 +120,13 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
 
     The first call is the one that shows most.
     """
-    if not calls or calls[0].implied or not _shows_enough(calls):
+    if not calls or calls[0].implied:
         return None
     found = _described(context, calls) or _in_a_share(context, calls)
     return None if found is None else replace(found, context=context)
 
 
-def _shows_enough(calls: Sequence[CallRecord]) -> bool:
+def shows_enough(calls: Sequence[CallRecord]) -> bool:
     """Tell whether few chosen numbers can be told from any others: many rules give one row."""
     rows = 0
     for record in calls:
@@ -169,7 +169,7 @@ def _described(context: ComponentContext, calls: Sequence[CallRecord]) -> Descri
         or _by_inputs(context, calls)
         or _by_operands(context, calls)
         or _by_numbers(context, calls)
-        or _by_edits(context, calls)
+        or (_by_edits(context, calls) if shows_enough(calls) else None)
         or _by_vectors(context, calls)
         or _by_codes(context, calls)
         or _by_whole_numbers(context, calls)

@@ -48,6 +48,8 @@ def shares_of(context: ComponentContext, calls: Sequence[CallRecord]) -> Share |
             if bad.ndim < 2:
                 return None
             own = bad.flatten(0, -2).any(0)
+            if name in wrong and len(wrong[name]) != len(own):
+                return None  # as wide as a call is long: these are no columns of a rank
             wrong[name] = wrong.get(name, torch.zeros_like(own)) | own
     found = [(name, ends) for name, bad in wrong.items() if bool(bad.any())
              and (ends := _ends(bad)) is not None]  # fmt: skip

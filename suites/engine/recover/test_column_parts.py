@@ -15,10 +15,10 @@ from degarble.harness.engine.faults.model_faults import (
     RowPositions,
     with_inputs,
 )
+from degarble.harness.engine.recover import shares
 from degarble.harness.engine.recover.column_parts import OfInput, OfProduct, rules_in_columns
-from degarble.harness.engine.recover.described import describe
+from degarble.harness.engine.recover.described import shows_enough
 from degarble.harness.engine.recover.responses import Seen
-from degarble.harness.engine.recover.shares import only_in
 from degarble.suites.engine.recover.test_described import model, told
 from degarble.suites.engine.recover.test_differences import drawn, in_columns
 
@@ -97,18 +97,33 @@ def test_an_input_that_one_rank_misread_is_told_in_its_columns() -> None:
         return {**inputs, "block_scale": inputs["block_scale"].flip(-1)}
 
     width = model().planting(LINEAR).weights[WEIGHT].shape[0]
-    change = partial(only_in, {"out": (width // 2, width)}, with_inputs(turned))
+    change = partial(shares.only_in, {"out": (width // 2, width)}, with_inputs(turned))
     description = told(LINEAR, FaultVariant("half", change))
     assert description is not None
     assert f"in columns {width // 2} to {width - 1} of the outputs alone" in description.sentence
 
 
-def test_other_choices_of_one_row_are_not_described() -> None:
-    experts = torch.tensor([[0, 2], [1, 3], [0, 1]])
-    seen = experts.clone()
-    seen[1] = torch.tensor([0, 2])
-    record = CallRecord({"logits": drawn(0, 3, 4)}, {"experts": seen}, {"experts": experts})
-    assert describe(model().naming("layers.1.ffn.topk"), [record]) is None
+def test_other_choices_of_few_rows_are_too_little_for_a_rule() -> None:
+    experts, logits = torch.arange(12).reshape(6, 2), drawn(0, 6, 4)
+    for count in (1, 3, 4):
+        seen = experts.clone()
+        seen[:count] += 1
+        outputs = {"experts": seen, "weights": logits[:, :2]}
+        expected = {"experts": experts, "weights": logits[:, :2]}
+        assert shows_enough([CallRecord({}, outputs, expected)]) == (count > 3)
+    other = {"experts": seen, "weights": logits[:, 2:]}  # numbers tell more
+    assert shows_enough([CallRecord({}, other, expected)])
+
+
+def test_outputs_as_wide_as_their_call_have_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = iter((33, 34))
+
+    def beyond(*_given: object) -> dict[str, Tensor]:
+        return {"scores": torch.ones(2, next(wide), dtype=torch.bool)}
+
+    monkeypatch.setattr(shares, "_beyond", beyond)
+    record = CallRecord({}, {}, {})
+    assert shares.shares_of(model().naming(LINEAR), [record, record]) is None
 
 
 def test_a_call_that_is_cut_from_several_keeps_its_step() -> None:
