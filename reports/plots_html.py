@@ -235,7 +235,8 @@ def points_element(block: Points) -> HtmlElement:
     """Draw the numbers as points; a stem leads to each that stands out."""
     count = max(1, len(block.values))
     known = [max(_FLOOR, v) for v in block.values if v and not math.isnan(v)]
-    axis = Values.over([*known, *([block.limit] if block.limit else [])], logarithmic=True)
+    above = [2 * block.limit] if block.limit else []  # the line does not lie on the edge
+    axis = Values.over([*known, *above], logarithmic=True)
     marked = frozenset(block.marked)
     foot = 0.0 if block.limit is None else axis.height(block.limit)
     dots: dict[bool, list[str]] = {False: [], True: []}

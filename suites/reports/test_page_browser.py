@@ -246,7 +246,7 @@ return Array.from(document.querySelectorAll('body *'))
 """
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, 768, 1280, 1920])
 def test_nothing_runs_out_of_the_window(window: Window, tmp_path: Path, width: int) -> None:
     long = replace(page_of("a_long_word_" * 20), panels=PAGE.panels)
     for page in (PAGE, long, page_of("plain")):
@@ -265,6 +265,30 @@ def test_on_paper_everything_is_unfolded_and_light(window: Window, tmp_path: Pat
     )
     hidden = "return getComputedStyle(document.getElementById('theme')).display"
     assert window.run(hidden) == "none"
+
+
+def test_a_picture_grows_by_click_and_by_keyboard(window: Window, tmp_path: Path) -> None:
+    _open(window, tmp_path, page_of("plain"))
+    high = "return document.querySelector('svg.matrix').getBoundingClientRect().height"
+    pressed = "return document.querySelector('.zoom').getAttribute('aria-pressed')"
+    small = window.run(high)
+    window.run("document.querySelector('.zoom').focus()")
+    window.press("Enter", "\r")
+    assert window.run(high) > 2 * small
+    assert window.run(pressed) == "true"
+    window.run("document.querySelector('svg.matrix').dispatchEvent(new Event('click'))")
+    assert window.run(high) == small
+    assert window.run(pressed) == "false"
+    named = "return document.querySelector('.zoom').getAttribute('aria-label')"
+    assert window.run(named) == "Larger: plain"
+
+
+def test_a_cell_says_what_it_is_about_under_the_pointer(window: Window, tmp_path: Path) -> None:
+    _open(window, tmp_path, page_of("plain"))
+    over = """const cell = document.querySelector('table.judged tbody td');
+              cell.dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));
+              return cell.title"""
+    assert window.run(over) == "plain, plain: 0.500"
 
 
 def test_copying_leaves_the_command_selected_or_copied(window: Window, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _CELLS = (32, 64)  # of a picture, at most
 _CLOSE = (16, 32)  # elements of a close picture
 _MOST = 1 << 23  # elements that are looked at; of a larger output the rows around its worst
+_BY_TOKEN = 3  # axes of an output that has several rows a token: heads, slots, streams
 _SCALE = 0.99  # of the twin's values lie on the scale of colours
 
 
@@ -56,13 +57,11 @@ def error_blocks(origin: DiagnosedOrigin) -> tuple[Block, ...]:
         return ()
     if (candidate.shape, candidate.dtype) != (twin.shape, twin.dtype):
         return ()  # the sentence says so
-    sides = {
-        "the candidate": candidate,
-        "what was passed on" if record.implied else "the twin": twin,
-    }
+    other = "what was passed on" if record.implied else "the twin"
+    sides = {"the candidate": candidate, other: twin}
     made = _reproduced(origin, name)
     if made is not None and made.shape == twin.shape and made.dtype == twin.dtype:
-        sides["the twin with this cause"] = made
+        sides[f"{other} with this cause"] = made
     apart, unit = _apart(discrepancy, candidate, twin)
     return tuple(_blocks(discrepancy, sides, apart, unit))
 
@@ -203,6 +202,9 @@ def _lines(discrepancy: Discrepancy, wide: int) -> list[GridLine]:
             GridLine(f"{name}s of {width} columns", 0, width)
             for name, width in compared.places.columns.items()
         ]
+    output = None if record is None else untouched(record).get(discrepancy.name)
+    if output is not None and output.ndim == _BY_TOKEN:
+        found.append(GridLine(f"tokens of {output.shape[1]} rows", output.shape[1], 0))
     scales = None if record is None else record.expected.get("block_scale")
     if scales is not None and scales.ndim and scales.shape[-1] and not wide % scales.shape[-1]:
         block = wide // scales.shape[-1]

@@ -8,11 +8,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.commands.check import report
+from degarble.harness.commands.check import error_picture, report
+from degarble.harness.commands.check.error_picture import error_blocks
 from degarble.harness.commands.check.output_statistics import StatisticsCollector
 from degarble.harness.commands.check.report import (
     check_page,
@@ -29,6 +31,7 @@ from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.model.components import component_named
 from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.recipes import recipe_named
+from degarble.harness.report.blocks import ErrorPicture, PictureLayer, Profile
 from degarble.harness.report.page import Page, Panel, PanelKind, Subject, from_plain, page_from_json
 from degarble.harness.report.replay_record import PromptTexts, ReplayRecord, TextRecord
 from degarble.harness.report.verdict import Verdict
@@ -167,6 +170,124 @@ def test_long_profiles_are_joined_and_forms_are_left_alone() -> None:
     assert broken.along == ()
     assert StatisticsCollector(CONFIG).look("layers.0.attn.wq_a", "out").places == ()
 
+
+# --------------------------------------------------------------------------------------------------
+# The picture of an error: what differs, where, and what its cause reproduces.
+
+
+def view(picture: ErrorPicture, name: str) -> PictureLayer:
+    return next(each for each in picture.layers if each.name == name)
+
+
+Shown = tuple[tuple[ErrorPicture, ErrorPicture], tuple[Profile, Profile]]
+
+
+@pytest.fixture(scope="module")
+def shown() -> Shown:
+    """What is shown of the demonstration's fault: one expert's nibbles, swapped."""
+    [origin] = whole_story().sick.origins
+    whole, close, twin, cause = error_blocks(origin)
+    assert isinstance(whole, ErrorPicture)
+    assert isinstance(close, ErrorPicture)
+    assert isinstance(twin, Profile)
+    assert isinstance(cause, Profile)
+    return (whole, close), (twin, cause)
+
+
+def test_rows_of_the_sick_expert_are_coloured_and_no_others(shown: Shown) -> None:
+    (whole, _), _ = shown
+    [origin] = whole_story().sick.origins
+    record = origin.discrepancy.record
+    assert record is not None
+    experts = record.inputs["experts"].flatten().tolist()
+    size, sick = whole.cell[0], origin.discrepancy.where["expert"]
+    struck = {row // size for row, expert in enumerate(experts) if expert == sick}
+    coloured = {y for y, row in enumerate(view(whole, "difference").cells) if set(row) != {"0"}}
+    assert coloured == struck
+    assert (whole.rows, whole.columns) == ((0, len(experts)), (0, record.outputs["out"].shape[-1]))
+
+
+def test_the_cause_gives_what_the_candidate_has(shown: Shown) -> None:
+    pictures, (twin, cause) = shown
+    for picture in pictures:
+        candidate = view(picture, "the candidate").cells
+        assert candidate == view(picture, "the twin with this cause").cells
+        assert candidate != view(picture, "the twin").cells
+    far = dict(zip(twin.labels, twin.values, strict=True))
+    assert far["> 4096"]
+    assert set(cause.labels) <= {"0", "1"}  # roundings alone
+
+
+def test_the_close_picture_holds_the_worst_element(shown: Shown) -> None:
+    (_, close), _ = shown
+    row, column = (int(part.split()[-1]) for part in close.caption.split(",")[1:])
+    assert close.cell == (1, 1)
+    digit = view(close, "difference").cells[row - close.rows[0]][column - close.columns[0]]
+    assert digit == max("".join(view(close, "difference").cells))
+
+
+def test_lines_are_those_of_the_judgement(shown: Shown) -> None:
+    (whole, _), _ = shown
+    [origin] = whole_story().sick.origins
+    assert origin.discrepancy.record is not None
+    slots = origin.discrepancy.record.inputs["experts"].shape[1]
+    lines = [(line.name, line.rows, line.columns) for line in whole.lines]
+    assert lines == [
+        ("tiles of 128 x 128", 128, 128),
+        (f"tokens of {slots} rows", slots, 0),
+    ]
+
+
+def test_a_large_output_is_shown_around_its_worst_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    [origin] = whole_story().sick.origins
+    full = error_blocks(origin)
+    width = full[0].columns[1] if isinstance(full[0], ErrorPicture) else 0
+    monkeypatch.setattr(error_picture, "_MOST", 20 * width)
+    part, close, *_ = error_blocks(origin)
+    assert isinstance(part, ErrorPicture)
+    assert part.rows[1] - part.rows[0] == 20
+    assert isinstance(close, ErrorPicture)
+    assert close.caption == full[1].caption if isinstance(full[1], ErrorPicture) else False
+    assert part.rows[0] <= close.rows[0] < close.rows[1] <= part.rows[1]
+
+
+def test_without_a_call_or_with_another_form_nothing_is_drawn() -> None:
+    [origin] = whole_story().sick.origins
+    record = origin.discrepancy.record
+    assert record is not None
+    bare = replace(origin, discrepancy=replace(origin.discrepancy, record=None))
+    assert error_blocks(bare) == ()
+    other = replace(record, outputs={"out": record.outputs["out"].float()})
+    assert (
+        error_blocks(replace(origin, discrepancy=replace(origin.discrepancy, record=other))) == ()
+    )
+
+
+def test_values_that_are_not_finite_are_blank_and_beyond_every_step() -> None:
+    [origin] = whole_story().sick.origins
+    record = origin.discrepancy.record
+    assert record is not None
+    out = record.outputs["out"].clone()
+    flat = out.reshape(-1, out.shape[-1])
+    flat[0, 0] = torch.nan
+    broken = replace(origin.discrepancy, record=replace(record, outputs={"out": out}))
+    picture = error_blocks(replace(origin, discrepancy=broken, diagnosed=None))[0]
+    assert isinstance(picture, ErrorPicture)
+    assert view(picture, "difference").cells[0][0] == "8"
+    assert view(picture, "the candidate").cells[0][0] == " "
+    assert "the twin with this cause" not in [each.name for each in picture.layers]
+
+
+def test_a_cell_is_its_worst_element_with_its_sign() -> None:
+    part = np.array([[1.0, -3.0, 0.5], [2.0, 0.0, -0.25]])
+    extremes = error_picture._extreme(part, (2, 2))
+    assert extremes.tolist() == [[-3.0, 0.5]]
+    assert error_picture._signed(extremes, 2.0) == ("05",)
+    assert error_picture._digits(np.array([[0.0, 1.0, 1.5, np.inf]])) == ("0018",)
+
+
+# --------------------------------------------------------------------------------------------------
+# The page with its panels.
 
 SUBJECT = Subject("tiny V4, nvfp4-full", "Checkpoint", "sha256:0123456789ab")
 TEXTS = TextRecord((PromptTexts("3 plus 4 is", (("Twin", ("7",)), ("Candidate", ("8",)))),))
