@@ -20,7 +20,6 @@ from degarble.harness.base.errors import MASK, Undecided, masked
 from degarble.harness.base.version import VERSION
 from degarble.harness.report.files import write_text
 from degarble.harness.report.number_text import visible
-from degarble.harness.report.page import to_plain
 from degarble.harness.report.progress import Progress
 from degarble.harness.report.verdict import SCHEMA, Verdict
 
@@ -202,6 +201,8 @@ def _console(stream: TextIO) -> Console:
 
 def json_text(document: Mapping[str, object]) -> str:
     """Write a document of this project: schema first, one line a field, a newline at the end."""
+    from degarble.harness.report.page import to_plain  # noqa: PLC0415  start-up time
+
     plain = to_plain({"schema": SCHEMA, **document})
     return json.dumps(plain, allow_nan=False, ensure_ascii=True, indent=1) + "\n"
 

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -190,6 +189,8 @@ def backend(name: str, value: str | None) -> None:
     """Refuse what is no backend: built in, installed as an entry point, or `module:factory`."""
     if value is None or _FACTORY.fullmatch(value):
         return
+    from importlib.metadata import entry_points  # noqa: PLC0415  start-up time
+
     installed = (point.name for point in entry_points(group=BACKEND_ENTRY_POINT_GROUP))
     if ":" in value:
         raise InvalidArgument(

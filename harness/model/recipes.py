@@ -27,7 +27,7 @@ from degarble.harness.base.files import read_small_text
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.registry import registered_for
-from degarble.harness.model.types import Kind
+from degarble.harness.model.types import RECIPE_NAMES, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -133,9 +133,6 @@ class Recipe:
             if not open_rules:
                 break
         return tuple(rule.match for rule in open_rules.values())
-
-
-RECIPE_NAMES = ("bf16", "official", "nvfp4-experts", "nvfp4-full")
 
 
 def recipe_named(name: str, config: Config) -> Recipe:

@@ -11,6 +11,8 @@ from enum import StrEnum
 from functools import lru_cache
 from math import log, prod
 
+RECIPE_NAMES = ("bf16", "official", "nvfp4-experts", "nvfp4-full")  # the built-in recipes
+
 
 class Dtype(StrEnum):
     """Element types of stored tensors, by the names that safetensors headers use."""

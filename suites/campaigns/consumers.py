@@ -42,7 +42,8 @@ from degarble.harness.checkpoint.view.consumers import (
 )
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.model.types import RECIPE_NAMES
 from degarble.references import tiny
 from degarble.references.tiny import figures, language
 from degarble.suites.campaigns.consumer_models import decoded, widened

@@ -22,7 +22,7 @@ from degarble.harness.formats.dialects import DIALECTS
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, ELEMENT_FORMATS
 from degarble.harness.history.records import MEASURES
 from degarble.harness.model.components import components
-from degarble.harness.model.recipes import RECIPE_NAMES
+from degarble.harness.model.types import RECIPE_NAMES
 from degarble.harness.museum.plants import roles_of
 from degarble.harness.nightly.table import STEPS
 from degarble.harness.plugins.pytest_plugin import MARKERS, OPTIONS, PATH_OPTIONS

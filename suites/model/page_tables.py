@@ -36,9 +36,9 @@ from degarble.harness.model.config.config import (
 )
 from degarble.harness.model.layouts import Layout, layout_named
 from degarble.harness.model.parameters import EXPERT, Parameter, Row, parameters
-from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
+from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.tensors import tensors_of
-from degarble.harness.model.types import Block, Kind, LayerType, MlpType
+from degarble.harness.model.types import RECIPE_NAMES, Block, Kind, LayerType, MlpType
 from degarble.suites.support.families import LAYOUTS, STYLES
 
 if TYPE_CHECKING:

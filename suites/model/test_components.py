@@ -29,9 +29,9 @@ from degarble.harness.model.config.config import (
     small_v32,
 )
 from degarble.harness.model.parameters import parameter_named, parameters
-from degarble.harness.model.recipes import RECIPE_NAMES, Recipe, Rule, recipe_named
+from degarble.harness.model.recipes import Recipe, Rule, recipe_named
 from degarble.harness.model.sites import Port, Site, parse_site
-from degarble.harness.model.types import Kind
+from degarble.harness.model.types import RECIPE_NAMES, Kind
 from degarble.suites.model.configs import configs
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from degarble.harness.model.parameters import WHERE, Row, parameter_named, param
 from degarble.harness.model.recipes import (
     ACTIVATION_FORMATS,
     BF16,
-    RECIPE_NAMES,
     UNQUANTISED,
     WEIGHT_FORMATS,
     Recipe,
@@ -35,7 +34,7 @@ from degarble.harness.model.recipes import (
     recipe_from_yaml,
     recipe_named,
 )
-from degarble.harness.model.types import Kind
+from degarble.harness.model.types import RECIPE_NAMES, Kind
 from degarble.suites.model.configs import configs
 
 if TYPE_CHECKING:

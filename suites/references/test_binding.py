@@ -15,7 +15,8 @@ from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import Dspark, small_v4, small_v32
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.model.types import RECIPE_NAMES
 from degarble.references.binding import BoundModel
 from degarble.references.components.v4 import V4Facts
 from degarble.references.components.v32 import V32Facts

@@ -12,7 +12,7 @@ from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.cli.values import CheckpointPath, ReportFolder, spread
-from degarble.harness.model.recipes import RECIPE_NAMES
+from degarble.harness.model.types import RECIPE_NAMES
 from degarble.harness.report.files import require_folder
 
 # --------------------------------------------------------------------------------------------------

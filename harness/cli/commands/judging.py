@@ -29,7 +29,6 @@ from degarble.harness.cli.values import (
     requested_processes,
     settings_here,
 )
-from degarble.harness.inference.processes import read_rank_info
 from degarble.harness.report.files import is_stream, require_folder
 from degarble.harness.report.progress import size
 
@@ -179,6 +178,8 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     from degarble.harness.generate.generate import prompts_from  # noqa: PLC0415
 
     prompts = [options.prompt] if options.prompts is None else prompts_from(options.prompts)
+    from degarble.harness.inference.processes import read_rank_info  # noqa: PLC0415  as above
+
     place = read_rank_info(os.environ)
     if options.amax_only and not place.alone:
         raise InvalidArgument(
@@ -246,6 +247,8 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
 
     watch = partial(first_pass, terminal)
     record = run.capture
+    from degarble.harness.inference.processes import read_rank_info  # noqa: PLC0415  as above
+
     if not read_rank_info(os.environ).alone:
         from degarble.harness.capture.ranks import capture_over_ranks  # noqa: PLC0415  above
 

@@ -24,8 +24,9 @@ from degarble.harness.checkpoint.view.consumers import (
     table,
 )
 from degarble.harness.model.layouts import layout_named
-from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
+from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.tensors import tensors_of
+from degarble.harness.model.types import RECIPE_NAMES
 from degarble.suites.campaigns.consumers import HEAD, asked, by_row, failures, line, rows_of
 from degarble.suites.campaigns.runner import CaseResult
 from degarble.suites.model.configs import TINY_V4, TINY_V32

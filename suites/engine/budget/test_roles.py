@@ -20,7 +20,8 @@ from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import small_v4, small_v32
-from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.model.types import RECIPE_NAMES
 from degarble.harness.report.verdict import Verdict
 from degarble.references import elementary
 from degarble.references.binding import BoundModel

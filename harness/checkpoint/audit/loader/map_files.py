@@ -38,9 +38,9 @@ from degarble.harness.checkpoint.audit.loader.maps import (
 )
 from degarble.harness.checkpoint.audit.structure.inventory import take_inventory
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.model.recipes import RECIPE_NAMES, Recipe, recipe_from_yaml
+from degarble.harness.model.recipes import Recipe, recipe_from_yaml
 from degarble.harness.model.tensors import PartKind
-from degarble.harness.model.types import Dtype
+from degarble.harness.model.types import RECIPE_NAMES, Dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

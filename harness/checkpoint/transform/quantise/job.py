@@ -46,12 +46,12 @@ from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameter_named, parameters
 from degarble.harness.model.recipes import (
     BF16,
-    RECIPE_NAMES,
     Recipe,
     recipe_from_file,
     recipe_named,
 )
 from degarble.harness.model.tensors import PartKind, slots
+from degarble.harness.model.types import RECIPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
