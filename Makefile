@@ -78,9 +78,9 @@ house: setup
 	@$(BIN)/python -m degarble.suites.house.table
 
 docs: setup
-	@$(BIN)/python -m degarble.suites.house.command_line
-	@$(BIN)/python -m degarble.suites.house.audit_rules
-	@$(BIN)/python -m degarble.suites.house.site
+	@$(BIN)/python -m degarble.suites.house.pages.command_line
+	@$(BIN)/python -m degarble.suites.house.pages.audit_rules
+	@$(BIN)/python -m degarble.suites.house.pages.site
 
 # Pictures of report pages, by Chromium and its driver.
 pages: setup

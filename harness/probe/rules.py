@@ -156,7 +156,8 @@ def sampling(session: Session) -> ProbedCheck:
 
 def _ask_seeds(session: Session, result: ProbedCheck) -> None:
     """Ask with the same seed twice, and with another one."""
-    other_text, kept, parted, moved = [], 0, 0, []
+    other_text, kept, parted = [], 0, 0
+    moved: list[float] = []
     for number, ask in enumerate(session.asks()):
         fields = {"temperature": 1, "top_p": 1}
         seeds = (11, 11, 12) if number < _OTHER_SEEDS else (11, 11)

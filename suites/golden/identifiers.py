@@ -29,7 +29,7 @@ from degarble.harness.plugins.pytest_plugin import MARKERS, OPTIONS, PATH_OPTION
 from degarble.harness.report.verdict import Verdict
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
-from degarble.suites.house.command_line import commands, parameters
+from degarble.suites.house.pages.command_line import commands, parameters
 from degarble.suites.house.repository import ROOT, modules, shown, tree
 from degarble.suites.support.families import LAYOUTS
 

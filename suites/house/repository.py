@@ -60,10 +60,16 @@ def documents() -> tuple[Path, ...]:
 
 
 @cache
+def texts_beside() -> tuple[Path, ...]:
+    """Every text in the folders beside the five, without pictures."""
+    files = (path for folder in TEXT_FOLDERS for path in files_under(ROOT / folder))
+    return tuple(path for path in files if path.suffix != ".png")
+
+
+@cache
 def texts() -> tuple[Path, ...]:
     """Every file of the house, whatever its kind."""
-    rest = [path for folder in TEXT_FOLDERS for path in files_under(ROOT / folder)]
-    return (*package_files(), *(ROOT / name for name in TOP_FILES), *rest)
+    return (*package_files(), *(ROOT / name for name in TOP_FILES), *texts_beside())
 
 
 @cache

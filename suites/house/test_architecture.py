@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from degarble.suites.house import architecture, walks
+from degarble.suites.house import walks
 from degarble.suites.house.floors import UNITS
+from degarble.suites.house.pages import architecture
 from degarble.suites.house.walks import Record, Step, breaks, files_of, is_class
 
 # --------------------------------------------------------------------------------------------------
 # The picture and the walks of docs/architecture.md are those of the sources.
 
-WRITE = "write them anew: python -m degarble.suites.house.architecture"
+WRITE = "write them anew: python -m degarble.suites.house.pages.architecture"
 
 
 def test_the_picture_is_that_of_the_imports() -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.suites.house import audit_rules, site
-from degarble.suites.house.command_line import PAGE, commands, page, parameters
+from degarble.suites.house.pages import audit_rules, site
+from degarble.suites.house.pages.command_line import PAGE, commands, page, parameters
 from degarble.suites.house.repository import ROOT, documents, shown
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from degarble.kernels.runtime.modules import MODULES
 from degarble.suites.house.repository import (
     FOLDERS,
     ROOT,
-    TEXT_FOLDERS,
     documents,
-    files_under,
     modules,
     name_of,
     package_files,
     shown,
+    texts_beside,
     tree,
 )
 
@@ -63,8 +62,7 @@ def packages() -> frozenset[str]:
 
 
 def text_files() -> list[Path]:
-    rest = [path for folder in TEXT_FOLDERS for path in files_under(ROOT / folder)]
-    return [*documents(), *rest, *(ROOT / name for name in OTHERS)]
+    return [*documents(), *texts_beside(), *(ROOT / name for name in OTHERS)]
 
 
 def named(text: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Build the documents as a site: `make docs` writes it to out/site.
 
-    python -m degarble.suites.house.site [FOLDER]
+    python -m degarble.suites.house.pages.site [FOLDER]
 
 The pages are Markdown that also reads well in a checkout, so they are copied as they are; the
 index's two lists give the site its navigation. A link that leads nowhere ends the build.

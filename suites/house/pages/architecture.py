@@ -1,6 +1,6 @@
 """Write docs/architecture.svg and the tables of docs/architecture.md from the sources.
 
-    python -m degarble.suites.house.architecture
+    python -m degarble.suites.house.pages.architecture
 
 Rooms are the units of floors.py. Lines are imports that the sources really have, without those
 that follow from others (the transitive reduction), so that the drawing stays readable. The walks

@@ -1,6 +1,6 @@
 """Generate the rules in docs/audit.md from the tables that the audit uses.
 
-`python -m degarble.suites.house.audit_rules` writes the last part of that page, as does
+`python -m degarble.suites.house.pages.audit_rules` writes the last part of that page, as does
 `make docs`.
 """
 
