@@ -111,6 +111,7 @@ class StreamedWeights(Mapping[str, Weight]):
         self._requested: dict[str, int] = {}  # bytes asked of the disk and not used yet
         self._files: dict[Path, int] = {}
         self._handed_out = 0
+        self._since: set[str] = set()  # what was handed out: read again, it lies in memory
         self.read = 0  # bytes of all weights that were read
         self.on_read: Callable[[int, str], None] | None = (
             None  # called with each weight's size and name
@@ -120,9 +121,12 @@ class StreamedWeights(Mapping[str, Weight]):
         if self._handed_out >= WINDOW:
             self._checkpoint.release()
             self._handed_out = 0
+            self._since.clear()
         stored = self._checkpoint.stored(name)
         size = _size(stored)
-        self._handed_out += size
+        if name not in self._since:
+            self._since.add(name)
+            self._handed_out += size
         self.read += size
         if self.on_read is not None:
             self.on_read(size, name)

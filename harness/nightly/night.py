@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, Undecided, UnwritablePath
 from degarble.harness.history.ledger import Failure, Ledger, read_ledger
 from degarble.harness.history.store import HistoryStore, address_of
+from degarble.harness.nightly.costs import NightBudget, NightCosts, StepCost
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.page import kernel_versions, machine, provenance
+from degarble.harness.report.progress import duration
 from degarble.harness.report.verdict import SEVERITY, Verdict
 
 if TYPE_CHECKING:
@@ -58,6 +61,8 @@ class NightConfig:
     ledger: Path | None = None
     commit: str = ""
     subject: str = ""
+    within: float | None = None  # seconds that it may take
+    screen: bool = False  # this step has to look at samples first
     started: str = ""  # when, ISO 8601, UTC; of a night that continues, its first beginning
 
     @property
@@ -225,12 +230,16 @@ LEDGER = "ledger"  # the step that no entry excuses
 
 @dataclass(frozen=True)
 class NightStep:
-    """One step. `needs` are the steps whose results it gets; with `all_before` it gets all."""
+    """One step. `needs` are the steps whose results it gets; with `all_before` it gets all.
+
+    `screens`: it can look at samples first, which takes less time.
+    """
 
     name: str
     run: StepRun
     needs: tuple[str, ...] = ()
     all_before: bool = False
+    screens: bool = False
 
 
 class Night:
@@ -245,6 +254,7 @@ class Night:
         self.journal = NightJournal(config.work)
         self.asked = replace(config, started=self.journal.started)
         self._key = _key_of(config)
+        self.budget = NightBudget(costs_of(config), config.within)
         self.results: dict[str, StepResult] = {}
         self.continued: list[str] = []  # answered from the journal
         self.crashed: list[str] = []  # ended by an error that is none of ours
@@ -263,7 +273,7 @@ class Night:
             self.continued.append(name)
         else:
             try:
-                result = step.run(self.asked, given)
+                result = self._run(step, given)
             except DegarbleError as error:
                 result = refused(error)
             except Exception as error:
@@ -273,6 +283,26 @@ class Night:
             self.journal.write(name, key, result)
         self.results[name] = result
         return result
+
+    def _run(self, step: NightStep, given: Mapping[str, StepResult]) -> StepResult:
+        """Run a step, screened where the limit asks for it, and keep what it cost."""
+        later = [self._steps[name] for name in self._order[self._order.index(step.name) + 1 :]]
+        screen = self.budget.must_screen(step, later)
+        before, begun = _bytes_in(self.asked.folder), time.monotonic()
+        result = step.run(replace(self.asked, screen=screen), given)
+        grown = max(0, _bytes_in(self.asked.folder) - before)
+        cost = StepCost(time.monotonic() - begun, grown, self.asked.night)
+        self.budget.costs.add(step.name, cost, screened=screen)
+        if screen:
+            limit = duration(self.asked.within or 0)
+            words = f"It looked at sampled rows first, to end within {limit}."
+            result = replace(result, lines=(*result.lines, words))
+        return result
+
+    @property
+    def plan(self) -> list[str]:
+        """Return what the night will cost, as text."""
+        return list(self.budget.lines([self._steps[name] for name in self._order]))
 
     def run(self) -> Verdict:
         """Run every step; return the night's results."""
@@ -331,6 +361,19 @@ class Night:
         self.journal.finish()
         if self.verdict is Verdict.AGREES:
             shutil.rmtree(self.asked.work / CAPTURES, ignore_errors=True)
+
+
+def costs_of(config: NightConfig) -> NightCosts:
+    """Read what steps cost in nights like this one."""
+    files = (config.prompts, config.captures)
+    told = (config.gpu, config.backend, config.repeats, config.museum, config.ranks)
+    key = (machine(), *("" if file is None else file.name for file in files), *map(str, told))
+    return NightCosts.read(config.work / "costs", key)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return how many bytes the files of a folder have."""
+    return sum(nbytes for _, nbytes, _ in files_digest(folder))
 
 
 def _crash(error: Exception) -> StepResult:

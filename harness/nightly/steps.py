@@ -356,7 +356,9 @@ def check(config: NightConfig, results: Results) -> StepResult:
 
 def _checked(config: NightConfig, capture: Path) -> StepResult:
     device = "cuda" if config.gpu else "cpu"
-    wanted = checking.CheckSettings(capture, config.reference, config.checkpoint, device=device)
+    wanted = checking.CheckSettings(
+        capture, config.reference, config.checkpoint, device=device, screen=config.screen
+    )
     with checking.CheckRun(wanted) as opened:
         collector = StatisticsCollector(opened.model.config)
         cases = config.folder / "reproducers" / f"{config.name}-{capture.name}"

@@ -108,7 +108,7 @@ STEPS = (
     NightStep("kernels", kernels.kernels),
     NightStep("captures", steps.captures),
     NightStep("repeats", steps.repeats, ("captures",)),
-    NightStep("check", steps.check, ("captures", "repeats")),
+    NightStep("check", steps.check, ("captures", "repeats"), screens=True),
     NightStep("metamorphic", metamorphic),
     NightStep("text", texts, ("captures",)),
     NightStep("museum", steps.museum),

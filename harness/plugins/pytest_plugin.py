@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -43,11 +44,13 @@ OPTIONS = {
     "--ledger": ("FILE", "known failures, a YAML list"),
     "--commit": ("SHA", "commit of the kernels that are judged"),
     "--subject": ("NAME", "what the history calls the checkpoint"),
+    "--within": ("TIME", "time that a night may take, such as 2h or 1h30m: it screens more"),
     "--summary": ("FILE", "a Markdown file that the summary of a night is added to"),
 }
 EXTENTS = ("some", "published", "whole")
 REPEATS = 4
 MOST_REPEATS = 64
+_TIME = re.compile(r"(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class NightOptions:
     commit: str = ""
     subject: str = ""
     summary: Path | None = None
+    within: float | None = None  # seconds
 
 
 def add_options(group: Any) -> None:
@@ -85,11 +89,27 @@ def night_options(config: pytest.Config) -> NightOptions:
         commit=said["--commit"] or "",
         subject=said["--subject"] or "",
         summary=_night_path(said["--summary"]),
+        within=_within(said["--within"]),
     )
 
 
 def _night_path(value: str | None) -> Path | None:
     return Path(value).absolute() if value else None
+
+
+def _within(value: str | None) -> float | None:
+    """Read a time such as 2h, 1h30m, 45m or 90s."""
+    if value is None:
+        return None
+    match = _TIME.fullmatch(value)
+    parts = [int(part or 0) for part in match.groups()] if match else []
+    if not any(parts):
+        raise InvalidArgument(
+            "--within", value, "a time such as 2h, 1h30m, 45m or 90s",
+            "Leave it out for a night without a limit.",
+        )  # fmt: skip
+    hours, minutes, seconds = parts
+    return float(3600 * hours + 60 * minutes + seconds)
 
 
 def _repeats(value: str | None) -> int:

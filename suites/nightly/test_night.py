@@ -26,12 +26,14 @@ from degarble.harness.base.errors import (
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.history.ledger import Failure
 from degarble.harness.nightly import table as night_ranks
+from degarble.harness.nightly.costs import StepCost
 from degarble.harness.nightly.night import (
     Night,
     NightConfig,
     NightJournal,
     NightStep,
     StepResult,
+    costs_of,
     files_digest,
     from_plain,
     require_no_workers,
@@ -40,7 +42,7 @@ from degarble.harness.nightly.night import (
 from degarble.harness.nightly.pages import markdown, page_of, write_night
 from degarble.harness.nightly.steps import captures, environment, history, ledger
 from degarble.harness.nightly.table import STEPS, follow, lead, over_ranks
-from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions
+from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions, _within
 from degarble.harness.report.page import PanelKind
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.checkpoint.reading_cases import TINY_V4
@@ -207,8 +209,91 @@ def test_what_can_be_no_store_is_refused_before_anything_runs(
     of_night, folder = NightOptions(store=given.store), tmp_path / "out"
     run = RunOptions(given.checkpoint, given.reference, None, "torch", folder, False, of_night)
     with pytest.raises(pytest.exit.Exception, match="REFUSED: ") as end:
-        entry._begun({}, run, gpu=False)
+        entry._begun({}, run, gpu=False, say=print)
     assert end.value.returncode == EXIT_REFUSED
+
+
+def looking(seen: list[bool]) -> list[NightStep]:
+    """Make steps of which the second can be screened, and keeps whether it was."""
+
+    def check(config: NightConfig, _: object) -> StepResult:
+        seen.append(config.screen)
+        return GREEN
+
+    (first, last) = steps([], first=GREEN, last=GREEN)
+    return [first, NightStep("check", check, screens=True), replace(last, needs=("check",))]
+
+
+def of_costs(folder: Path, **more: object) -> NightConfig:
+    """Return a night after one whose steps took an hour each, and 20 minutes when screened."""
+    config = asked(folder, **more)
+    costs = costs_of(config)
+    costs.path.parent.mkdir(parents=True, exist_ok=True)
+    for name in ("first", "check", "last"):
+        costs.add(name, StepCost(3600.0, 2_000_000, "2026-11-21"))
+    costs.add("check", StepCost(1200.0, 1_000_000, "2026-11-21"), screened=True)
+    return config
+
+
+_FIRST = "with check screened; first takes longest"
+
+
+@pytest.mark.parametrize(
+    ("within", "screened", "limit"),
+    [
+        (None, False, ""),
+        (4 * 3600.0, False, "limit 4 h 00 min: it holds"),
+        (5400.0, True, f"limit 1 h 30 min: exceeded by 50 min 00 s even so, {_FIRST}"),
+    ],
+)
+def test_a_limit_is_held_by_screening(
+    within: float | None, screened: bool, limit: str, tmp_path: Path
+) -> None:
+    seen: list[bool] = []
+    night = Night(of_costs(tmp_path, within=within), looking(seen))
+    total = "2 h 20 min, 5.00 MB" if screened else "3 h 00 min, 6.00 MB"
+    assert night.plan[0] == f"cost of this night: {total} written, as 2026-11-21 took"
+    assert night.plan[1 : len(night.plan) - 3] == [limit] * bool(limit)
+    name = "  check --screen: 20 min 00 s, 1.00 MB" if screened else "  check: 1 h 00 min, 2.00 MB"
+    assert night.plan[-2] == name
+    night.run()
+    assert seen == [screened]
+    words = ("It looked at sampled rows first, to end within 1 h 30 min.",)
+    assert night.results["check"].lines == words * screened
+
+
+def test_what_is_not_known_is_said_and_does_not_pass_for_quick(tmp_path: Path) -> None:
+    seen: list[bool] = []
+    night = Night(asked(tmp_path, within=7200.0), looking(seen))
+    assert night.plan == [
+        "cost of this night: unknown: first, check, last",
+        "limit 2 h 00 min: it holds as far as costs are known, with check screened",
+        "  first: unknown",
+        "  check --screen: unknown",
+        "  last: unknown",
+    ]
+    night.run()
+    night.close()
+    assert seen == [True], "nobody knows that a whole check fits"
+    known = Night(asked(tmp_path, within=7200.0), looking(seen)).budget.costs
+    assert set(known.steps) == {"first", "check --screen", "last"}
+    other = costs_of(asked(tmp_path, repeats=7))
+    assert not other.steps, "a night of another kind costs otherwise"
+    known.path.write_text("[1]")
+    assert not costs_of(asked(tmp_path)).steps, "a damaged file is no history"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("2h", 7200.0), ("1h30m", 5400.0), ("45m", 2700.0), ("90s", 90.0)]
+)
+def test_a_limit_is_read(text: str, seconds: float) -> None:
+    assert _within(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0h", "two hours", "2", "-1h", "1m2h"])
+def test_a_limit_that_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="--within"):
+        _within(text)
 
 
 def test_a_half_written_step_runs_again(tmp_path: Path) -> None:

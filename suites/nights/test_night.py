@@ -23,7 +23,7 @@ from degarble.harness.plugins.presence import DEVICES
 from degarble.suites.museum.random_faults.nightly import with_random_faults
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from degarble.harness.nightly.night import StepResult
     from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions
@@ -57,6 +57,7 @@ def asked_of(run: RunOptions, night_options: NightOptions, *, gpu: bool) -> Nigh
         ledger=night_options.ledger,
         commit=night_options.commit,
         subject=night_options.subject,
+        within=night_options.within,
     )
 
 
@@ -76,7 +77,9 @@ def nights(run_options: RunOptions) -> Iterator[dict[bool, Night]]:
                     file.write(written.summary.read_text(encoding="utf-8"))
 
 
-def _begun(nights: dict[bool, Night], run: RunOptions, *, gpu: bool) -> Night:
+def _begun(
+    nights: dict[bool, Night], run: RunOptions, *, gpu: bool, say: Callable[[str], None]
+) -> Night:
     if gpu not in nights:
         config = asked_of(run, run.night, gpu=gpu)
         if config.ranks > 1:
@@ -86,18 +89,30 @@ def _begun(nights: dict[bool, Night], run: RunOptions, *, gpu: bool) -> Night:
             nights[gpu] = Night(config, STEPS)
         except Refused as error:
             pytest.exit(f"REFUSED: {error}", returncode=error.exit_status)
+        say("\n" + "\n".join(nights[gpu].plan))
     return nights[gpu]
 
 
 @pytest.mark.needs("--checkpoint", "--reference")
 @pytest.mark.parametrize(("mark", "step"), PLACES)
-def test_night(mark: str, step: str, run_options: RunOptions, nights: dict[bool, Night]) -> None:
+def test_night(
+    mark: str,
+    step: str,
+    run_options: RunOptions,
+    nights: dict[bool, Night],
+    pytestconfig: pytest.Config,
+) -> None:
     gpu, place = mark in DEVICES, read_rank_info(os.environ)
     if not place.leads:
         pytest.skip(f"rank 0 judges: {follow(step)}")
 
+    def say(text: str) -> None:
+        terminal = pytestconfig.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            terminal.write_line(text)
+
     def ran() -> StepResult:
-        return _begun(nights, run_options, gpu=gpu).result(step)
+        return _begun(nights, run_options, gpu=gpu, say=say).result(step)
 
     result = ran() if place.alone else lead(step, ran)
     night = nights[gpu]

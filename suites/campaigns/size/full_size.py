@@ -34,13 +34,13 @@ import torch
 
 from degarble.harness.capture import capture as capturing
 from degarble.harness.capture.capture import CaptureSettings
+from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.engine.localise.localise import During, localise
 from degarble.harness.inference.model import one_thread
 from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO, V4Config
 from degarble.harness.model.parameters import parameters
-from degarble.suites.campaigns.spread_checks import command
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 MODELS: Mapping[str, Any] = {"v4-flash": V4_FLASH, "v4-pro": V4_PRO, "v3.2": V3_2}
 LAYOUT = "nvfp4-experts"
 GPUS = 8
+_START = ("attn.norm", "ffn.norm", "attn.q_norm")
 _SPARE = 6 << 30  # bytes of the disk that are left, the capture's among them
 _ENDS = "embedding and head"
 _NUDGED = (
@@ -139,10 +140,13 @@ def prepared(folder: Path, given: argparse.Namespace) -> None:
         patch=Path(__file__) if nudged else None,
     )  # fmt: skip
     begun = time.monotonic()
-    capturing.capture(
-        folder / "model", [prompt], folder / "capture", lambda _: nullcontext(), settings
-    )
+    model_folder, watch = folder / "model", lambda _: nullcontext()
+    capturing.capture(model_folder, [prompt], folder / "capture", watch, settings)
     say(f"captured by {given.candidate}: {time.monotonic() - begun:.0f} s")
+    # Judged in no time, so that a check of it is all start.
+    few = replace(settings, wanted=CaptureFilter(components=_START), patch=None, backend="torch")
+    shutil.rmtree(folder / "start", ignore_errors=True)
+    capturing.capture(model_folder, [prompt], folder / "start", watch, few)
 
 
 class LayerCosts:
@@ -153,6 +157,7 @@ class LayerCosts:
         self.bytes: dict[str, int] = defaultdict(int)
         self.components: dict[str, float] = defaultdict(float)
         self._name, self._begun = "", 0.0
+        self._seen: set[str] = set()
 
     def named(self, name: str) -> None:
         """Count what has passed for the component before."""
@@ -161,10 +166,13 @@ class LayerCosts:
             self.seconds[_block(self._name)] += now - self._begun
             self.components[self._name] += now - self._begun
         self._name, self._begun = name, now
+        self._seen.clear()
 
     def read(self, size: int, name: str) -> None:
-        """Count the bytes of a weight."""
-        self.bytes[_block(name)] += size
+        """Count the bytes of a weight, once a component."""
+        if name not in self._seen:
+            self._seen.add(name)
+            self.bytes[_block(name)] += size
 
 
 def _block(name: str) -> str:
@@ -228,24 +236,39 @@ def layers(folder: Path, given: argparse.Namespace) -> int:
     return 0
 
 
+def timed(folder: Path, capture: str, options: str) -> tuple[float, bytes | None]:
+    """Return the seconds of a command, and its JSON; None where it has written none."""
+    result = folder / "found.json"
+    result.unlink(missing_ok=True)
+    known = ("check", folder / capture, "--reference", folder / "model")
+    line = [sys.executable, "-m", "degarble.harness.cli.main", *map(str, known), *options.split()]
+    begun = time.monotonic()
+    done = subprocess.run([*line, f"--json={result}"], check=False, capture_output=True)
+    seconds = time.monotonic() - begun
+    if not result.exists():
+        say(done.stderr.decode()[-2000:])
+        return seconds, None
+    return seconds, result.read_bytes()
+
+
 def commands(folder: Path, runs: Sequence[str]) -> int:
     """Print the seconds of whole commands; their JSON has to be equal."""
     count = Checkpoint.open(folder / "model").config["num_hidden_layers"]
     results: dict[bool, set[bytes]] = defaultdict(set)
-    say("| options | s | s a layer, start included | exit |\n| --- | --- | --- | --- |")
-    for number, options in enumerate(runs):
-        result = folder / f"found-{number}.json"
-        result.unlink(missing_ok=True)
-        begun = time.monotonic()
-        done = subprocess.run(command(folder, result, options), check=False, capture_output=True)
-        seconds = time.monotonic() - begun
-        say(f"| {options} | {seconds:.1f} | {seconds / count:.2f} | {done.returncode} |")
-        if not result.exists():
-            sys.stderr.write(done.stderr.decode()[-2000:])
+    first = 0.0
+    say("| options | s | of them start | s a layer | of the first | verdict |")
+    say("| --- | --- | --- | --- | --- | --- |")
+    for options in runs:
+        start, _ = timed(folder, "start", options)
+        seconds, found = timed(folder, "capture", options)
+        if found is None:
             return 1
-        results["--screen" in options].add(result.read_bytes())
-        verdict = json.loads(result.read_bytes())["verdict"]
-        say(f"  {verdict}")
+        each = (seconds - start) / count
+        first = first or each
+        results["--screen" in options].add(found)
+        verdict = json.loads(found)["verdict"]
+        numbers = f"{seconds:.1f} | {start:.1f} | {each:.2f} | {first / each:.2f}x"
+        say(f"| {options} | {numbers} | {verdict} |")
     equal = all(len(each) == 1 for each in results.values())
     say(f"same JSON: {equal}")
     return int(not equal)
