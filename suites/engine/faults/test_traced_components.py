@@ -40,6 +40,15 @@ def test_place_and_cause_are_found(model: str, run: str, name: str) -> None:
     assert result.first, (result.named, result.sentences)
 
 
+def test_another_epsilon_of_a_layer_norm_is_named() -> None:
+    """An operation of torch computes all of it: its epsilon is an argument."""
+    plant = PLANTS["epsilon"]
+    assert plant.places == ("layers.2.post_attention_layernorm",)
+    result = found("stablelm", "fp32", plant)
+    assert result.localised, (result.origins, result.sentences)
+    assert result.first, (result.named, result.sentences)
+
+
 @pytest.mark.parametrize("run", ["bf16", *STORED])
 def test_a_healthy_run_has_no_origin(run: str) -> None:
     assert not found("llama", run, None).origins

@@ -252,7 +252,9 @@ def _centred(call: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Another constant
 
-_WITH_CONSTANTS = named("add sub mul div rsub add_ sub_ mul_ div_ clamp clamp_min")
+_WITH_CONSTANTS = named(
+    "add sub mul div rsub add_ sub_ mul_ div_ clamp clamp_min native_layer_norm _fused_rms_norm"
+)
 
 
 def _constants(context: ComponentContext) -> Iterator[tuple[int, Operation, int, float]]:
