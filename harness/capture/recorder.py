@@ -215,7 +215,9 @@ class Recorder:
         step = CapturedStep(self._steps, phase, tuple(tokens), tuple(positions), tuple(owners))
         self._steps += 1
         self._tokens = len(tokens)
-        self._rows = self._wanted.rows(positions)
+        chosen = self._wanted.rows(positions)
+        # A step with all of its rows is whole: components whose rows meet can be judged.
+        self._rows = None if chosen is not None and len(chosen) == len(tokens) > 0 else chosen
         self._writer.step(step)
 
     @property

@@ -137,6 +137,14 @@ def test_filters_leave_the_rest_out(tmp_path: Path, capture: Capture) -> None:
             assert call.inputs["x"].rows == rows
 
 
+def test_a_step_of_which_all_tokens_are_chosen_is_whole(tmp_path: Path, capture: Capture) -> None:
+    """So attention of a long prompt is judged in the pieces that were kept."""
+    wanted = CaptureFilter.from_options(layers="1", tokens="0-999")
+    found = captured_v4(tmp_path, wanted)
+    assert {call.step for call in found.calls} == {step.number for step in capture.steps}
+    assert {kept.rows for call in found.calls for _, kept in call.sites()} == {None}
+
+
 def test_statistics_only_keeps_hashes_and_no_bytes(tmp_path: Path, capture: Capture) -> None:
     found = captured_v4(tmp_path, statistics_only=True)
     assert sum(part.size for part in found.parts) < 0.5 * sum(p.size for p in capture.parts)
