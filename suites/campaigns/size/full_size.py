@@ -76,7 +76,9 @@ def _nudged(call: Any, inputs: Any, weights: Any) -> dict[str, Any]:
     for each in made.values():
         if each.is_floating_point() and each.numel():
             first = each.view(-1)[:1]
-            first.copy_(torch.nextafter(first, torch.full_like(first, torch.inf)))
+            after = torch.nextafter(first, torch.full_like(first, torch.inf))
+            # Nothing rounds a sum of zeros to another number.
+            first.copy_(torch.where(first == 0, first, after))
     return made
 
 
