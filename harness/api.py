@@ -8,6 +8,8 @@ that are not listed in `__all__` may change in any version; these change with th
 from __future__ import annotations
 
 import json
+import re
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -17,7 +19,13 @@ from degarble.harness.base.errors import DegarbleError, InvalidArgument
 from degarble.harness.base.version import VERSION
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import CaptureWriter
-from degarble.harness.capture.modules import ModulePlace, places_by_name, recording, weights_hash
+from degarble.harness.capture.modules import (
+    ModulePlace,
+    component_of,
+    places_by_name,
+    recording,
+    weights_hash,
+)
 from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import MemoryRun, Recorder
 from degarble.harness.engine.adopted.files import searching
@@ -37,7 +45,7 @@ from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 __all__ = (
     "NVFP4",
@@ -120,8 +128,9 @@ def capture(
             "model", type(model).__name__, "a torch module", "Judge a bare function with judge()."
         )
     chosen = list(places_by_name(model) if places is None else places)
-    wanted = CaptureFilter.from_options(components=components)
-    wanted.require_choosing([place.component for place in chosen])
+    with _options_as_parameters():
+        wanted = CaptureFilter.from_options(components=components)
+        wanted.require_choosing([place.component for place in chosen])
     stated = _facts_of_module(model, label, facts)
     if folder is None:
         run = MemoryRun({KEY: stated[KEY]} if KEY in stated else {})
@@ -200,7 +209,8 @@ def check(
         )
     declared = conventions_in(run.facts) | read_conventions(conventions or {}, "of check()")
     if isinstance(run, Capture) and not partial:
-        run.require_complete()
+        with _options_as_parameters():
+            run.require_complete()
     if isinstance(twin, Twin) and definitions is not None:
         raise InvalidArgument(
             "definitions",
@@ -209,5 +219,38 @@ def check(
             "Pass them to Twin().",
         )
     known = twin if isinstance(twin, Twin) else Twin(dict(twin), definitions)
-    with searching(None if faults is None else Path(faults)):
+    _name_as_captured(known, {call.component for call in run.calls})
+    with _options_as_parameters(), searching(None if faults is None else Path(faults)):
         return check_modules(run, known, declared)
+
+
+def _name_as_captured(twin: Twin, seen: Collection[str]) -> None:
+    """Take names as checkpoints write them: with `model.` or without, with `.weight`."""
+    names = {}
+    for name in twin.names:
+        plain = name.removesuffix(".weight")
+        spelled = (plain, component_of(plain), f"model.{plain}", plain.removeprefix("model."))
+        known = [each for each in spelled if each in seen]
+        if name not in seen and known:
+            names[name] = known[0]
+    if names:
+        twin.rename(names)
+
+
+@contextmanager
+def _options_as_parameters() -> Iterator[None]:
+    """Name parameters in a refusal where the command line would name options."""
+    try:
+        yield
+    except DegarbleError as error:
+        for part in ("name", "expectation", "remedy"):
+            text = getattr(error, part)
+            setattr(error, part, _OPTION.sub(lambda found: _PARAMETERS[found[0]], text))
+        raise
+
+
+_PARAMETERS = {
+    "--out": "folder", "--partial": "partial=True", "--components": "components",
+    "--faults": "faults", "--convention": "conventions",
+}  # fmt: skip
+_OPTION = re.compile("|".join(_PARAMETERS))

@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import degarble
 from degarble.harness import api
 from degarble.harness.base.version import VERSION
+from degarble.harness.capture.modules import places_by_name
+from degarble.harness.model.config.json_file import config_from_file
 from degarble.suites.house.repository import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -92,3 +95,103 @@ def test_every_example_is_run() -> None:
     ]
     assert len(runnable) == 4
     assert examples()[:4] == runnable
+
+
+# --------------------------------------------------------------------------------------------------
+# What a notebook shows, and names as people have them
+
+
+class Blocks(torch.nn.Module):
+    """Linears under names as transformers gives them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        layers = [
+            torch.nn.ModuleDict({"proj": torch.nn.Linear(16, 16, bias=False)}) for _ in range(count)
+        ]
+        self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.model["layers"]:
+            x = layer["proj"](x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def many() -> tuple[Blocks, torch.Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return Blocks(80), torch.randn(8, 16)
+
+
+def weights_of(model: Blocks, spelling: str) -> dict[str, torch.Tensor]:
+    layers = model.model["layers"]
+    return {
+        spelling.format(number): layer["proj"].weight.detach().clone()
+        for number, layer in enumerate(layers)
+    }
+
+
+def test_no_repr_is_longer_than_two_kilobytes(
+    many: tuple[Blocks, torch.Tensor], tmp_path: Path
+) -> None:
+    model, x = many
+    stored = weights_of(model, "layers.{}.proj")
+    wrong = {name: weight * 2 for name, weight in stored.items()}
+    run, kept = api.capture(model, x), api.capture(model, x, folder=tmp_path / "run")
+    checked, broken = api.check(run, stored), api.check(run, wrong)
+    quantised = api.quantise(torch.randn(512, 512), api.NVFP4)
+    config = config_from_file(ROOT / "references/tiny/v1/v4/config.json")
+    error = api.DegarbleError("name" * 9, "value" * 999, "an expectation", "A remedy.")
+    objects = (
+        *(api.NVFP4, checked, broken, error, *broken.judged.values(), quantised, kept, run),
+        *(places_by_name(model)[0], api.Setting(config=config), api.Twin(stored)),
+        *(*api.Verdict, api.Weight(value=torch.randn(512, 512)), api.Weight.of(quantised)),
+        *(api.Weight(), kept.parts[0], *kept.calls, *kept.steps),
+    )
+    assert {type(each).__name__ for each in objects if len(repr(each)) > 2000} == set()
+    classes = {getattr(api, name) for name in NAMES if isinstance(getattr(api, name), type)}
+    assert classes <= {type(each) for each in objects}
+    assert repr(kept) == "Capture(run: 80 calls of 80 components in 1 steps)"
+
+
+@pytest.mark.parametrize(
+    "spelling", ["model.layers.{}.proj", "layers.{}.proj", "model.layers.{}.proj.weight"]
+)
+def test_names_with_model_or_without(many: tuple[Blocks, torch.Tensor], spelling: str) -> None:
+    model, x = many
+    twin = api.Twin(weights_of(model, spelling))
+    for _ in range(2):
+        found = api.check(api.capture(model, x), twin)
+        assert (found.verdict, len(found.judged), found.unjudged) == ("AGREES", 80, ())
+
+
+def test_two_names_of_one_component_are_refused(many: tuple[Blocks, torch.Tensor]) -> None:
+    model, x = many
+    both = weights_of(model, "model.layers.{}.proj") | weights_of(model, "layers.{}.proj")
+    with pytest.raises(api.DegarbleError, match=r"one name for layers\.0\.proj"):
+        api.check(api.capture(model, x), both)
+
+
+def test_refusals_name_parameters(many: tuple[Blocks, torch.Tensor], tmp_path: Path) -> None:
+    model, x = many
+    wrong = {"layers.0.proj": torch.zeros(16, 16)}
+    api.capture(model, x, folder=tmp_path / "used")
+    calls = {
+        "components": lambda: api.capture(model, x, components="attn.*"),
+        "folder": lambda: api.capture(model, x, folder=str(tmp_path / "used")),
+        "faults": lambda: api.check(api.capture(model, x), wrong, faults=str(tmp_path / "none")),
+    }
+    for name, call in calls.items():
+        with pytest.raises(api.DegarbleError) as refused:
+            call()
+        assert f"--{name}" not in str(refused.value)
+        assert name in str(refused.value)
+
+
+def test_paths_are_str_or_path(many: tuple[Blocks, torch.Tensor], tmp_path: Path) -> None:
+    model, x = many
+    kept = api.capture(model, x, folder=str(tmp_path / "run"))
+    for folder in (tmp_path / "run", str(tmp_path / "run")):
+        assert type(kept).open(folder).hash == kept.hash
+        assert api.check(folder, weights_of(model, "layers.{}.proj")).verdict == "AGREES"

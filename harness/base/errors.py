@@ -77,6 +77,7 @@ EXIT_DIFFERS = 1
 EXIT_REFUSED = 2
 
 _VALUE_LIMIT = 200
+_REPR_LIMIT = 1900
 _MASKED = 4 * _VALUE_LIMIT  # characters in which a password is looked for: the rest is not shown
 _FEW = 5  # names that are listed where a name is expected, in place of their number
 _MANY = 100  # names that a remedy lists: of all components of a checkpoint nobody reads more
@@ -116,6 +117,9 @@ class DegarbleError(Exception):
     def shown_value(self) -> str:
         """The value as one bounded, printable line."""
         return _shown(self.value)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({printable(str(self), _REPR_LIMIT)!r})"
 
     def __str__(self) -> str:
         return f"{self.name} = {self.shown_value}: expected {self.expectation}. {self.remedy}"

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch
-from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor, Phase
+from degarble.harness.capture.files.records import (
+    CapturedCall,
+    CapturedStep,
+    CapturedTensor,
+    Phase,
+    run_text,
+)
 from degarble.harness.capture.files.writer import Payload, PendingCall, PendingTensor
 from degarble.harness.capture.options import CaptureFilter, whole_sites
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
@@ -294,7 +300,7 @@ class Recorder:
 # Equal bytes are held once. Everything stays in memory, so capture large models into a folder.
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MemoryRun:
     """Steps, calls and tensors of a run; also what a recorder writes to."""
 
@@ -302,6 +308,9 @@ class MemoryRun:
     steps: list[CapturedStep] = field(default_factory=list)
     calls: list[CapturedCall] = field(default_factory=list)
     _sent: list[PendingCall] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"MemoryRun({run_text(self)})"
 
     def step(self, step: CapturedStep) -> None:
         """Begin a forward pass."""

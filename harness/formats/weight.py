@@ -51,7 +51,7 @@ class _Decoded(NamedTuple):
     version: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Weight:
     """Either `value`, or `codes`, `block_scale` and `tensor_scale` read by `storage`.
 
@@ -100,6 +100,15 @@ class Weight:
             zero_point=tensor.zero_point,
             group_index=tensor.group_index,
         )
+
+    def __repr__(self) -> str:
+        form = "derived" if self.storage is None else self.storage.format.name
+        if self.value is not None:
+            form = str(self.value.dtype).removeprefix("torch.")
+        parts = ("input_scale", "zero_point", "group_index", "channel_scale")
+        more = "".join(f", {part}" for part in parts if getattr(self, part) is not None)
+        shape = "empty" if form == "derived" and type(self) is Weight else self.shape
+        return f"{type(self).__name__}({form} {shape}{more})"
 
     @property
     def is_quantised(self) -> bool:
@@ -221,7 +230,7 @@ class Weight:
         return self.value
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DerivedWeight(Weight):
     """A weight whose values follow from others: stacked, joined, transposed.
 

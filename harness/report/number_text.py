@@ -24,6 +24,14 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:,.{max(0, digits - whole + leading)}f}"
 
 
+def shortened(text: str, longest: int = 2000) -> str:
+    """Return at most `longest` characters of a text, and say how much is left out."""
+    if len(text) <= longest:
+        return text
+    ending = f"\n... {len(text) - longest + 40:,} more characters"
+    return text[: longest - 40] + ending
+
+
 def share(value: float) -> str:
     """Write a share of 1 in percent; 100 % and 0 % mean exactly all and exactly none."""
     if not math.isfinite(value):

@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,13 +29,13 @@ from degarble.harness.capture.files.records import (
     read_json_object,
     read_part,
     require_known_types,
+    run_text,
 )
 from degarble.harness.report.number_text import visible
 from degarble.harness.report.progress import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -70,7 +71,7 @@ _TORCH = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Capture:
     """Recorded tensors of one run. `facts` is what the manifest states (docs/capture.md)."""
 
@@ -84,9 +85,14 @@ class Capture:
     calls: tuple[CapturedCall, ...]
     places: Mapping[str, CapturePart]
 
+    def __repr__(self) -> str:
+        state = "" if self.complete else ", incomplete"
+        return f"Capture({visible(self.path.name)}: {run_text(self)}{state})"
+
     @classmethod
-    def open(cls, path: Path) -> Capture:
+    def open(cls, path: Path | str) -> Capture:
         """Open a capture and check all of it but the tensors' bytes."""
+        path = Path(path)
         text = _manifest_text(path)
         manifest = JsonObject(read_json_object(text, MANIFEST), MANIFEST)
         _require_known(path, manifest)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from degarble.harness.base.errors import DegarbleError, UnreadableFile, UnwritablePath
 from degarble.harness.base.files import read_span, regular_file, sync_file, sync_folder
@@ -365,7 +365,25 @@ class PartTensor(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
+class Recorded(Protocol):
+    """Steps and calls of a run, whatever holds them."""
+
+    @property
+    def steps(self) -> Sequence[CapturedStep]:
+        """Return the forward passes."""
+
+    @property
+    def calls(self) -> Sequence[CapturedCall]:
+        """Return the calls of components."""
+
+
+def run_text(run: Recorded) -> str:
+    """Say how much a run holds, in one short line."""
+    components = len({call.component for call in run.calls})
+    return f"{len(run.calls):,} calls of {components:,} components in {len(run.steps):,} steps"
+
+
+@dataclass(frozen=True, repr=False)
 class CapturePart:
     """Header of a part."""
 
@@ -376,6 +394,9 @@ class CapturePart:
     tensors: dict[str, PartTensor]
     steps: tuple[CapturedStep, ...]
     calls: tuple[CapturedCall, ...]
+
+    def __repr__(self) -> str:
+        return f"CapturePart({self.path.name}: {run_text(self)}, {len(self.tensors):,} tensors)"
 
     def read(self, name: str) -> bytearray:
         """Return the bytes of one tensor."""

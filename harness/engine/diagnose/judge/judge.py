@@ -7,7 +7,7 @@ of a known architecture with its config, or a callable as the definition.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +44,7 @@ from degarble.harness.model.components import components
 from degarble.harness.model.family import is_config
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.site_forms import ComponentForms, declared_forms
+from degarble.harness.report.number_text import shortened
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import bind
 from degarble.references.facts import local_name
@@ -249,7 +250,7 @@ def _require_inputs(component: Component, inputs: Mapping[str, Any], forms: Comp
 OPERATIONS = ("gemm", "rmsnorm", "swiglu", "quantise_nvfp4")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Setting:
     """Facts that operands do not contain; an operation ignores those that it does not use.
 
@@ -272,6 +273,12 @@ class Setting:
     limit: float | None = None
     conventions: Mapping[str, Any] = field(default_factory=dict)
     faults: Path | str | None = None
+
+    def __repr__(self) -> str:
+        shown = {key.name: getattr(self, key.name) for key in fields(self)}
+        shown |= {key: type(shown[key]).__name__ for key in ("config", "recipe") if shown[key]}
+        shown["conventions"] = dict(self.conventions)
+        return shortened(f"Setting({', '.join(f'{key}={value}' for key, value in shown.items())})")
 
     def __post_init__(self) -> None:
         stated = read_conventions(self.conventions, "of the setting")

@@ -43,6 +43,7 @@ from degarble.harness.engine.diagnose.judge.report import Causes
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.quantise import has_fast_decoder
 from degarble.harness.formats.weight import Weight
+from degarble.harness.report.number_text import shortened
 from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
 from degarble.references.numerics import DecodedOperands
 
@@ -104,10 +105,25 @@ class Twin:
         self._agreed: dict[str, deque[_Agreed]] = {}
         self._room = HELD_VALUES
 
+    def __repr__(self) -> str:
+        return f"Twin({len(self._weights):,} weights, {len(self._definitions):,} definitions)"
+
     @property
     def names(self) -> tuple[str, ...]:
         """Return the components with a definition."""
         return (*self._weights, *self._definitions)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give components other names; two of one name are refused."""
+        new = [names.get(name, name) for name in self.names]
+        twice = next((name for name in new if new.count(name) > 1), None)
+        if twice is not None:
+            raise InvalidArgument(
+                "names of the twin", [old for old in self.names if names.get(old, old) == twice],
+                f"one name for {twice}", "Leave out all but one.",
+            )  # fmt: skip
+        for held in (self._weights, self._definitions, self._held, self._agreed):
+            _rename(held, names)
 
     def judge_call(
         self,
@@ -242,6 +258,12 @@ class Twin:
         return known
 
 
+def _rename(held: dict[str, Any], names: Mapping[str, str]) -> None:
+    renamed = {names.get(name, name): value for name, value in held.items()}
+    held.clear()
+    held.update(renamed)
+
+
 def _dtype_of(operand: MatrixOperand) -> str:
     return str(getattr(operand.stored, "dtype", ""))
 
@@ -266,7 +288,7 @@ class _Agreed:
         return True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CheckedModules:
     """The result of a run: the worst call of every judged component, in the order of the run."""
 
@@ -328,6 +350,9 @@ class CheckedModules:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        return shortened(str(self))
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form."""

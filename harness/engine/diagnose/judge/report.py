@@ -15,7 +15,7 @@ import torch
 
 from degarble.harness.engine.adopted.statement import statement_of
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
-from degarble.harness.report.number_text import number, share
+from degarble.harness.report.number_text import number, share, shortened
 from degarble.harness.report.verdict import AnswerLevel, Verdict
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Elements:
     lines: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class JudgedKernel:
     """The answer of `judge`; its truth value says whether the candidate agrees.
 
@@ -164,6 +164,9 @@ class JudgedKernel:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        return shortened(str(self))
 
     def require(self) -> JudgedKernel:
         """Return itself, or raise an AssertionError with the full answer."""
