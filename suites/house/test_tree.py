@@ -19,7 +19,17 @@ from degarble.suites.house.repository import (
 )
 
 # Folders of suites that stand for themselves.
-ALONE = ("house", "bench", "campaigns", "golden", "mutation", "nights", "real", "support")
+ALONE = (
+    "house",
+    "bench",
+    "campaigns",
+    "documents",
+    "golden",
+    "mutation",
+    "nights",
+    "real",
+    "support",
+)
 # A folder of more files is several rooms. Suites are to be merged: their numbers only fall.
 FULLEST = 25
 FULLER: dict[str, int] = {}
