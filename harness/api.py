@@ -42,7 +42,9 @@ from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.operands import fp8, mxfp4, mxfp8, nvfp4
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.harness.formats.weight import Weight
+from degarble.harness.report.cards import render_cards_with
 from degarble.harness.report.verdict import Verdict
+from degarble.reports.card_html import card_html
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -70,6 +72,8 @@ __all__ = (
     "nvfp4",
     "quantise",
 )
+
+render_cards_with(card_html)
 
 # Names of the first versions, which stay valid.
 Checked = CheckedModules

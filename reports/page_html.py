@@ -15,6 +15,8 @@ from degarble.reports.blocks_html import badge, block_element, code_element, ico
 from degarble.reports.markup import escape, h
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from degarble.harness.report.page import Page, PageFinding, Panel
     from degarble.reports.markup import HtmlElement
 
@@ -74,13 +76,6 @@ def _hash(text: str) -> str:
 
 def page_html(page: Page) -> str:
     """Render `page`; the same record gives the same text."""
-    style = _asset("page.css") + _asset("replay.css")
-    script = _asset("page.js") + _asset("replay.js")
-    icon_data = base64.b64encode(_asset("icon.svg").encode()).decode("ascii")
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{_hash(style)}'; "
-        f"script-src 'sha256-{_hash(script)}'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
     body = (
         h("a", {"class": "skip", "href": "#verdict"}, "Skip to the verdict"),
         sprite(),
@@ -88,9 +83,21 @@ def page_html(page: Page) -> str:
         h("main", None, _verdict(page), _findings(page), _panels(page), _provenance(page)),
         _footer(page),
     )
+    return document_html(f"{page.word or page.verdict} · {page.subject.name} · degarble", body)
+
+
+def document_html(title: str, body: Iterable[HtmlElement]) -> str:
+    """Return a whole document with style and script inside, which loads nothing."""
+    style = _asset("page.css") + _asset("replay.css")
+    script = _asset("page.js") + _asset("replay.js")
+    icon_data = base64.b64encode(_asset("icon.svg").encode()).decode("ascii")
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{_hash(style)}'; "
+        f"script-src 'sha256-{_hash(script)}'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
     return Template(_asset("page.html")).substitute(
         policy=policy,
-        title=escape(f"{page.word or page.verdict} · {page.subject.name} · degarble"),
+        title=escape(title),
         icon=f"data:image/svg+xml;base64,{icon_data}",
         style=style,
         script=script,

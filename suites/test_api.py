@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import html
+import math
 import re
 import runpy
 import subprocess
@@ -17,6 +19,7 @@ from degarble.harness import api
 from degarble.harness.base.version import VERSION
 from degarble.harness.capture.modules import places_by_name
 from degarble.harness.model.config.json_file import config_from_file
+from degarble.reports.markup import escape
 from degarble.suites.house.repository import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -109,11 +112,12 @@ class Blocks(torch.nn.Module):
         layers = [
             torch.nn.ModuleDict({"proj": torch.nn.Linear(16, 16, bias=False)}) for _ in range(count)
         ]
+        self.linears = [layer["proj"] for layer in layers]
         self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.model["layers"]:
-            x = layer["proj"](x)
+        for linear in self.linears:
+            x = linear(x)
         return x
 
 
@@ -125,10 +129,9 @@ def many() -> tuple[Blocks, torch.Tensor]:
 
 
 def weights_of(model: Blocks, spelling: str) -> dict[str, torch.Tensor]:
-    layers = model.model["layers"]
     return {
-        spelling.format(number): layer["proj"].weight.detach().clone()
-        for number, layer in enumerate(layers)
+        spelling.format(number): torch.Tensor(linear.weight.detach()).clone()
+        for number, linear in enumerate(model.linears)
     }
 
 
@@ -184,7 +187,7 @@ def test_refusals_name_parameters(many: tuple[Blocks, torch.Tensor], tmp_path: P
     }
     for name, call in calls.items():
         with pytest.raises(api.DegarbleError) as refused:
-            call()
+            call()  # type: ignore[no-untyped-call]
         assert f"--{name}" not in str(refused.value)
         assert name in str(refused.value)
 
@@ -195,3 +198,41 @@ def test_paths_are_str_or_path(many: tuple[Blocks, torch.Tensor], tmp_path: Path
     for folder in (tmp_path / "run", str(tmp_path / "run")):
         assert type(kept).open(folder).hash == kept.hash
         assert api.check(folder, weights_of(model, "layers.{}.proj")).verdict == "AGREES"
+
+
+def test_results_are_cards_in_a_notebook(many: tuple[Blocks, torch.Tensor]) -> None:
+    model, x = many
+    wrong = {name: weight * 2 for name, weight in weights_of(model, "layers.{}.proj").items()}
+    broken = api.check(api.capture(model, x), wrong)
+    for result in (broken, broken.judged["layers.7.proj"]):
+        card = result._repr_html_()
+        assert card is not None
+        assert card.startswith("<iframe ")
+        assert card.count("<iframe") == 1
+        inside = html.unescape(card.split('srcdoc="')[1].split('"></iframe>')[0])
+        assert inside.startswith("<!doctype html>")
+        assert "Content-Security-Policy" in inside
+        assert escape(result.sentence) in inside
+        assert "The difference in budgets, by rows and columns of the output" in inside
+        assert len(card) < 400_000
+    picture = broken.judged["layers.7.proj"].elements["out"].picture
+    assert picture is not None
+    assert (picture.row_labels[:2], picture.column_labels[-1]) == (("0", "1"), "15")
+
+
+def test_a_picture_shows_where_the_output_is_wrong() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        x, w = torch.randn(64, 64), torch.randn(40, 64)
+    out = x @ w.T
+    out[20, 30] += 1
+    out[63, 0] = math.nan
+    picture = api.judge("gemm", x, w, out).elements["out"].picture
+    assert picture is not None
+    beyond = {
+        (picture.row_labels[row], picture.column_labels[column])
+        for row, cells in enumerate(picture.values)
+        for column, value in enumerate(cells)
+        if value is not None
+    }
+    assert beyond == {("20-23", "30-32"), ("60-63", "0-2")}

@@ -19,6 +19,12 @@ NOT_RUN = {
     r"pytest -m gpu|pytest suites/nights|torchrun |.*--device cuda": "needs a GPU",
     r".*(--cluster ray|--workers 8)": "needs several machines or cores; suites/engine runs both",
     r".*--vllm-source": "needs vLLM's source; suites/checkpoint/audit/loader reads a part of it",
+    r".*--loader vllm:tp=8,ep=8": (
+        "needs a model that eight ranks can share; suites/checkpoint/audit/loader has one"
+    ),
+    r".*--backend transformers": (
+        "needs a model that transformers builds; suites/commands/test_traced_families.py has some"
+    ),
     r"degarble check DIR/": "needs the capture that a server wrote",
     r"degarble (faults adopt|check OTHER)": (
         "needs a run with a fault that no catalogue has; suites/cli/commands plants one"
@@ -28,6 +34,9 @@ NOT_RUN = {
     r"degarble generate CKPT --interactive": "needs a terminal; suites/generate types into one",
 }
 PARSED_ONLY = ("docs/cli.md",)  # written from the commands themselves: synopses, no examples
+
+# Pages on which CKPT is what is to be quantised.
+UNQUANTISED = ("docs/generate.md", "docs/families.md")
 
 # Lines of Python that come before the blocks of a page, which are parts of a program.
 GIVEN = {

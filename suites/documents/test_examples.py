@@ -16,7 +16,14 @@ import typer
 import yaml
 
 from degarble.suites.documents.blocks import CodeBlock, blocks, in_language
-from degarble.suites.documents.prepared import GIVEN, NOT_EXECUTED, NOT_RUN, PARSED_ONLY, reason
+from degarble.suites.documents.prepared import (
+    GIVEN,
+    NOT_EXECUTED,
+    NOT_RUN,
+    PARSED_ONLY,
+    UNQUANTISED,
+    reason,
+)
 from degarble.suites.house.command_line import commands, parameters
 from degarble.suites.house.repository import ROOT
 
@@ -186,6 +193,9 @@ def test_command_lines_run(block: CodeBlock, workshop: Path, tmp_path: Path) -> 
     for path in workshop.iterdir():
         if path.name not in made | {"bin"}:
             (tmp_path / path.name).symlink_to(path)
+    if block.page in UNQUANTISED:
+        (tmp_path / "CKPT").unlink()
+        (tmp_path / "CKPT").symlink_to(SMALL)
     for line in lines_to_run(block):
         done = run_line(line, tmp_path, workshop)
         assert done.returncode in {0, 1}, f"{line}\n{done.stdout[-1500:]}{done.stderr[-1500:]}"

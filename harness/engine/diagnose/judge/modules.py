@@ -43,6 +43,8 @@ from degarble.harness.engine.diagnose.judge.report import Causes
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.quantise import has_fast_decoder
 from degarble.harness.formats.weight import Weight
+from degarble.harness.report.blocks import Code
+from degarble.harness.report.cards import Card, ShownAsCard
 from degarble.harness.report.number_text import shortened
 from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
 from degarble.references.numerics import DecodedOperands
@@ -63,6 +65,7 @@ _REMEMBERED = 4  # agreeing calls of a component that are cached
 _WEIGHT, _BIAS, _IN, _OUT = "w", "bias", "x", "out"
 OTHER_MODULE = "O07.other_module"
 _MORE = 7  # calls besides the worst that a cause has to explain
+_CARD_TEXT = 20_000  # characters of the answer in a notebook
 _SEARCHED = 2  # components of one form, at most, whose causes are searched in vain
 _NARROW = (torch.bfloat16, torch.float16)  # weights that are multiplied as they are
 
@@ -289,7 +292,7 @@ class _Agreed:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CheckedModules:
+class CheckedModules(ShownAsCard):
     """The result of a run: the worst call of every judged component, in the order of the run."""
 
     verdict: Verdict
@@ -353,6 +356,12 @@ class CheckedModules:
 
     def __repr__(self) -> str:
         return shortened(str(self))
+
+    def card(self) -> Card:
+        """Return what a notebook shows: the first component that differs, and the full result."""
+        first = [block for kernel in self.discrepancies[:1] for block in kernel.card().blocks[:-1]]
+        text = shortened(str(self), _CARD_TEXT)
+        return Card(self.verdict, self.sentence, (*first, Code(text)))
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form."""

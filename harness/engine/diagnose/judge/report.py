@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import max_pool2d
 
 from degarble.harness.engine.adopted.statement import statement_of
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
+from degarble.harness.report.blocks import Code, HeatMap, HeatScale
+from degarble.harness.report.cards import Card, ShownAsCard
 from degarble.harness.report.number_text import number, share, shortened
 from degarble.harness.report.verdict import AnswerLevel, Verdict
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from degarble.references.numerics import DecodedOperands
 
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_CELLS = 16  # of a picture, at most, either way
 _FINDINGS = 3  # findings reported per output
 
 
@@ -66,10 +70,11 @@ class Elements:
     count: int
     total: int
     lines: tuple[str, ...] = ()
+    picture: HeatMap | None = None  # rows by columns, each cell the worst of its elements
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class JudgedKernel:
+class JudgedKernel(ShownAsCard):
     """The answer of `judge`; its truth value says whether the candidate agrees.
 
     `too_good` is how much nearer it is to the unquantised reference.
@@ -168,6 +173,11 @@ class JudgedKernel:
     def __repr__(self) -> str:
         return shortened(str(self))
 
+    def card(self) -> Card:
+        """Return what a notebook shows: where the output differs, and the full answer."""
+        pictures = [e.picture for e in self.elements.values() if e.picture is not None]
+        return Card(self.verdict, self.sentence, (*pictures, Code("\n".join(self.lines()))))
+
     def require(self) -> JudgedKernel:
         """Return itself, or raise an AssertionError with the full answer."""
         if self.verdict is not Verdict.AGREES:
@@ -235,7 +245,36 @@ def elements_of(candidate: Tensor, twin: Tensor, excess: Tensor) -> Elements:
         f"{word} at {list(at)}: {_pair(candidate[at], twin[at], excess[at])}"
         for word, at in (("first", first), ("worst", worst))
     )
-    return Elements(len(beyond), excess.numel(), lines)
+    return Elements(len(beyond), excess.numel(), lines, _picture(excess))
+
+
+def _picture(excess: Tensor) -> HeatMap | None:
+    """Return the worst difference of each part of a matrix, in budgets; parts within it are empty.
+
+    Differences without a number, such as NaN, are shown as the largest one.
+    """
+    if excess.ndim < 2:
+        return None
+    rows = excess.reshape(-1, excess.shape[-1]).float()
+    cell = tuple(-(-extent // _CELLS) for extent in rows.shape)
+    worst = max_pool2d(rows[None], (cell[0], cell[1]), ceil_mode=True)[0]
+    finite = worst[worst.isfinite()]
+    top = max(2.0, float(finite.max())) if finite.numel() else 2.0
+    shown = worst.nan_to_num(top, posinf=top)
+    labels = [
+        tuple(_span(first, size, extent) for first in range(0, extent, size))
+        for size, extent in zip(cell, rows.shape, strict=True)
+    ]
+    values = tuple(tuple(each if each > 1 else None for each in row) for row in shown.tolist())
+    return HeatMap(
+        "The difference in budgets, by rows and columns of the output", "rows", "columns",
+        labels[0], labels[1], values, HeatScale(1.0, top, "budgets"),
+    )  # fmt: skip
+
+
+def _span(first: int, size: int, extent: int) -> str:
+    last = min(first + size, extent) - 1
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def census_of(candidate: Tensor) -> str:
