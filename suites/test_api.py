@@ -109,10 +109,8 @@ class Blocks(torch.nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        layers = [
-            torch.nn.ModuleDict({"proj": torch.nn.Linear(16, 16, bias=False)}) for _ in range(count)
-        ]
-        self.linears = [layer["proj"] for layer in layers]
+        self.linears = [torch.nn.Linear(16, 16, bias=False) for _ in range(count)]
+        layers = [torch.nn.ModuleDict({"proj": linear}) for linear in self.linears]
         self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +128,7 @@ def many() -> tuple[Blocks, torch.Tensor]:
 
 def weights_of(model: Blocks, spelling: str) -> dict[str, torch.Tensor]:
     return {
-        spelling.format(number): torch.Tensor(linear.weight.detach()).clone()
+        spelling.format(number): linear.weight.detach().clone()
         for number, linear in enumerate(model.linears)
     }
 

@@ -29,6 +29,7 @@ NOT_RUN = {
     r"degarble (faults adopt|check OTHER)": (
         "needs a run with a fault that no catalogue has; suites/cli/commands plants one"
     ),
+    r"degarble history trends": "needs a model of 24 layers; suites/history",
     r"degarble history compare|degarble bisect": "needs two commits of a kernel; suites/history",
     r"python -m degarble\.harness\.commands\.tiny_release": "trains a model for hours",
     r"degarble generate CKPT --interactive": "needs a terminal; suites/generate types into one",
