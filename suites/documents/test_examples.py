@@ -24,7 +24,7 @@ from degarble.suites.documents.prepared import (
     UNQUANTISED,
     reason,
 )
-from degarble.suites.house.command_line import commands, parameters
+from degarble.suites.house.pages.command_line import commands, parameters
 from degarble.suites.house.repository import ROOT
 
 if TYPE_CHECKING:

@@ -545,15 +545,15 @@ def _numbers_in(config: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 def _with_field(path: str, value: Any, facts: Any) -> Any:
     head, _, rest = path.partition(".")
     if rest:
-        value = _replaced(getattr(facts.config, head), rest, value)
+        value = _with_path(getattr(facts.config, head), rest, value)
     return with_config(facts, **{head: value})
 
 
-def _replaced(record: Any, path: str, value: Any) -> Any:
+def _with_path(record: Any, path: str, value: Any) -> Any:
     """Return a record with another value at a path of fields."""
     head, _, rest = path.partition(".")
     if rest:
-        value = _replaced(getattr(record, head), rest, value)
+        value = _with_path(getattr(record, head), rest, value)
     return replace(record, **{head: value})
 
 
