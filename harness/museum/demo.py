@@ -136,6 +136,11 @@ class Demonstration:
             return self.sick.localised.verdict is Verdict.AGREES
         return self.named
 
+    @property
+    def proves(self) -> bool:
+        """Return whether a fault was found that has an effect."""
+        return self.holds and self.planted.has_effect
+
 
 def demo_fault(identity: str | None) -> ModelFault:
     """Return the fault to plant: the requested one, or the default."""
@@ -284,7 +289,7 @@ def demo_result(demonstration: Demonstration, provenance: Provenance) -> tuple[P
     )  # fmt: skip
     subject = Subject("tiny V4, nvfp4-full", "Demonstration", demonstration.model.identity)
     page = check_page(subject, provenance, record, origins, _texts(demonstration))
-    if demonstration.holds:
+    if demonstration.proves:
         # The page shows a fault that was wanted: what it says of the tool stands first.
         page = replace(page, verdict=Verdict.AGREES, word=TOOL_WORKS)
     return page, record

@@ -137,6 +137,8 @@ def test_what_is_not_named_or_has_no_effect_is_said() -> None:
         planted=replace(demonstration.planted, has_effect=False),
         sick=demonstration.healthy,
     )
-    assert "has no effect here" in demo_result(idle, PROVENANCE)[0].sentence
+    page, _ = demo_result(idle, PROVENANCE)
+    assert "has no effect here" in page.sentence
+    assert page.word != TOOL_WORKS  # nothing was found
     alarmed, _ = demo_result(replace(demonstration, healthy=demonstration.sick), PROVENANCE)
     assert alarmed.sentence.startswith("The healthy run raises a false alarm;")

@@ -280,7 +280,7 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
     path = write_check_page(folder, page, record)
     terminal.say(page_text(page, width=terminal.width, colour=terminal.colour))
     terminal.say(f"Open the report: {visible(str(path))}")
-    if demonstration.holds:
+    if demonstration.proves:
         sentence = "The healthy run agrees, and the planted fault is found: that page shows it."
         terminal.say(verdict_line(page.verdict, sentence, page.word))
     terminal.emit(_document(demonstration, page, record, path))
