@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,14 @@ _SHOWN = 3  # roles in a line of the list; the JSON has all of them
 class FaultListOptions:
     """Options of `degarble faults list`."""
 
+    pattern: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATTERN",
+            help="A part of an id, a title or a component, or a pattern such as M1*.scale.",
+            show_default="all of them",
+        ),
+    ] = None
     faults: Faults = None
 
 
@@ -117,6 +126,8 @@ def list_faults(options: FaultListOptions, terminal: Terminal) -> int:
 
     with searching(values.faults_folder(options.faults)) as adopted:
         rows = [_fault_row(fault, adopted) for fault in _plantable().values()]
+    if options.pattern is not None:
+        rows = _matching(rows, options.pattern)
     table = Table(box=None, pad_edge=False)
     table.add_column("id", no_wrap=True)
     table.add_column("what is wrong", ratio=2)
@@ -128,6 +139,25 @@ def list_faults(options: FaultListOptions, terminal: Terminal) -> int:
     terminal.say(table)
     terminal.emit({"faults": rows})
     return EXIT_AGREES
+
+
+def _matching(rows: Sequence[dict[str, Any]], pattern: str) -> list[dict[str, Any]]:
+    """Return the faults that have `pattern` in their id, title or a component."""
+    wanted = pattern.casefold()
+    found = [
+        row
+        for row in rows
+        if any(
+            wanted in text.casefold() or fnmatchcase(text.casefold(), wanted)
+            for text in (row["id"], row["title"], *row["components"])
+        )
+    ]
+    if not found:
+        raise InvalidArgument(
+            "PATTERN", pattern, "a part of a fault's id, title or component",
+            "degarble faults list names all of them.",
+        )  # fmt: skip
+    return found
 
 
 def _plantable() -> Mapping[str, "ModelFault"]:

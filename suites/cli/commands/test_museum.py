@@ -41,6 +41,27 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+@pytest.mark.parametrize(
+    ("pattern", "ids"),
+    [
+        ("nibble_ORDER", {"M10.nibble_order"}),
+        ("m37.s[a-f]*", {"M37.scales"}),
+        ("a quantiser's body", {"M41.quantiser_empty"}),
+    ],
+)
+def test_faults_are_listed_by_a_pattern(
+    capsys: pytest.CaptureFixture[str], pattern: str, ids: set[str]
+) -> None:
+    result = call(capsys, "faults", "list", pattern, "--json")
+    assert {row["id"] for row in json.loads(result.out)["faults"]} == ids
+
+
+def test_a_pattern_without_a_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    result = call(capsys, "faults", "list", "nibbel")
+    assert result.status == 2
+    assert "PATTERN = 'nibbel'" in result.err
+
+
 @pytest.mark.slow
 def test_the_whole_story(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, told: list[str]
@@ -48,7 +69,9 @@ def test_the_whole_story(
     result = call(capsys, "demo", "--out", tmp_path)
     assert (result.status, result.err, told) == (0, "", ["M10.nibble_order"])
     (html,) = tmp_path.glob("*.html")
-    assert result.out.endswith(f"Open the report: {html}\n")
+    report, last = result.out.splitlines()[-2:]
+    assert report == f"Open the report: {html}"
+    assert last.startswith("✓ THE TOOL WORKS")
     assert "degarble demo --fault M10.nibble_order" in result.out
     assert "found and named" in result.out
     page = page_from_json(html.with_suffix(".json").read_text(encoding="utf-8"))
