@@ -55,12 +55,15 @@ THEIRS = {
 }
 
 # Calls that are needed: (file, call) to reason
+_CELLS = "the cells of our own notebook"
 OWN_FILE = "between two processes of one suite, in its own temporary folder"
 NEEDED = {
     ("suites/references/transformers_cases.py", "torch.save"): OWN_FILE,
     ("suites/references/transformers_cases.py", "torch.load"): OWN_FILE,
     ("suites/references/transformers_oracle.py", "torch.save"): OWN_FILE,
     ("suites/references/transformers_oracle.py", "torch.load"): OWN_FILE,
+    ("suites/documents/notebook.py", "exec"): _CELLS,
+    ("suites/documents/notebook.py", "eval"): _CELLS,
     ("suites/capture/imports/dumps.py", "torch.save"): "as the engines write their dumps",
     ("suites/capture/imports/test_torch_files.py", "torch.save"): "what the reader has to read",
     (

@@ -251,8 +251,8 @@ def test_what_several_workers_omit_is_counted_once(house: House) -> None:
 
 def test_a_worker_reports_its_omissions(tmp_path: Path) -> None:
     """In real processes, with the plugin's files lying as a wheel lays them."""
-    shutil.copytree(ROOT / "harness" / "plugins", tmp_path / "degarble" / "harness" / "plugins")
-    shutil.copytree(ROOT / "harness" / "base", tmp_path / "degarble" / "harness" / "base")
+    bytecode = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "harness", tmp_path / "degarble" / "harness", ignore=bytecode)
     (tmp_path / "pytest.ini").touch()
     suite = tmp_path / "degarble" / "suites" / "test_planted.py"
     suite.parent.mkdir()

@@ -179,7 +179,7 @@ def test_what_is_refused() -> None:
         api.check(run, api.Twin({}), {})
     with pytest.raises(InvalidArgument, match="a torch module"):
         api.capture(lambda x: x, weight)  # type: ignore[call-overload]
-    with pytest.raises(UnknownName, match="--components"):
+    with pytest.raises(UnknownName, match="components"):
         api.capture(model, torch.randn(5, 8), components="nothing")
     assert api.check(run, {}).verdict is api.Verdict.UNDECIDED
 
