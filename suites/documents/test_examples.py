@@ -45,6 +45,8 @@ def named(chosen: Iterable[CodeBlock]) -> dict[str, Any]:
 
 
 def lines_to_run(block: CodeBlock) -> list[str]:
+    if block.page in PARSED_ONLY:
+        return []
     return [line for line in block.commands() if not reason(NOT_RUN, line)]
 
 
@@ -189,7 +191,8 @@ def run_line(line: str, folder: Path, workshop: Path) -> subprocess.CompletedPro
 @pytest.mark.parametrize("block", **named(e for e in ALL if lines_to_run(e)))
 def test_command_lines_run(block: CodeBlock, workshop: Path, tmp_path: Path) -> None:
     """A line may find a difference (status 1); it is never refused."""
-    made = set(re.findall(r"(?:--out|--to|--store|--json|--report|OUT|NEW) (\S+)", block.text))
+    lines = "\n".join(lines_to_run(block))
+    made = set(re.findall(r"(?:--out|--to|--store|--json|--report|OUT|NEW) (\S+)", lines))
     for path in workshop.iterdir():
         if path.name not in made | {"bin"}:
             (tmp_path / path.name).symlink_to(path)

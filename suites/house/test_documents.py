@@ -16,8 +16,6 @@ from degarble.suites.house.repository import ROOT, documents, shown
 if TYPE_CHECKING:
     from pathlib import Path
 
-README = ROOT / "README.md"
-EVERYWHERE = {"--json", "--quiet", "--cluster", "--version"}
 KINDS = ("added", "changed", "fixed", "removed", "security")
 
 # The contract: scripts rely on these names.
@@ -25,32 +23,6 @@ CONTRACT = {
     *("demo", "capture", "check", "compare", "audit", "quantise", "convert", "generate"),
     *("serve", "faults", "history", "import", "bisect", "probe", "doctor"),
 }
-
-
-def command_lines(text: str) -> list[str]:
-    """Return the lines of code blocks, outside Python, that start degarble."""
-    blocks = re.findall(r"^```(?!python)\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split(" #")[0] for line in lines if re.match(r"(\$ )?degarble [a-z]", line)]
-
-
-def wrong_words(line: str) -> list[str]:
-    """Return what a line names and the command line does not have."""
-    real = dict(commands())
-    words = line.removeprefix("$ ").split()
-    name = next((n for k in (3, 2) if (n := " ".join(words[:k])) in real), "")
-    if not name:
-        return [f"{line}: no such command"]
-    known = {o for p in parameters(name, real[name]) for o in (*p.opts, *p.secondary_opts)}
-    own = re.sub(r'"[^"]*"|\'[^\']*\'|-- .*', "", line)  # not what another program is given
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", own))
-    return [f"{line}: no {option}" for option in sorted(named - known - EVERYWHERE - {"--help"})]
-
-
-def test_documents_show_the_command_line_as_it_is() -> None:
-    lines = [line for page in documents() for line in command_lines(page.read_text("utf-8"))]
-    assert len(lines) > 50
-    assert [wrong for line in lines for wrong in wrong_words(line)] == []
 
 
 def test_every_command_of_the_contract_exists() -> None:
@@ -63,20 +35,6 @@ def test_every_value_has_a_name_and_every_option_a_sentence() -> None:
         for parameter in parameters(name, command):
             assert parameter.help, (name, parameter.name)
             assert parameter.metavar or parameter.is_flag, (name, parameter.name)
-
-
-@pytest.mark.parametrize(
-    ("line", "wrong"),
-    [
-        ("degarble audit CKPT --loader vllm --only structure", []),
-        ("degarble sell CKPT", ["no such command"]),
-        ("degarble convert SRC DST --to bf16 --trust", ["no --trust"]),
-        ('degarble doctor CKPT --engine "vllm serve CKPT --port 8000"', []),
-    ],
-)
-def test_a_line_that_does_not_exist_is_found(line: str, wrong: list[str]) -> None:
-    assert command_lines(f"```\n{line}\n```\n") == [line]
-    assert wrong_words(line) == [f"{line}: {word}" for word in wrong]
 
 
 def test_cli_page_is_current() -> None:
