@@ -436,6 +436,8 @@ class _Opener:
         checkpoint.quantisation = {
             name: stated for name, stated in found.items() if isinstance(stated, dict)
         }
+        for name in found.keys() - checkpoint.quantisation:
+            self._require_no_quantisation(root / name, found[name])
         self._method(checkpoint)
         try:
             checkpoint.model = model_of(checkpoint.config)
@@ -443,6 +445,16 @@ class _Opener:
             place = f"{shown(str(root / 'config.json'))}: {error.name}"
             told = type(error)(place, error.value, error.expectation, error.remedy)
             self._problems.report(ProblemKind.UNREADABLE_CONFIG, "config.json", None, told)
+
+    def _require_no_quantisation(self, path: Path, stated: object) -> None:
+        """Report a statement that is no object: weights would be read as plain ones."""
+        if stated is None:
+            return
+        error = InvalidArgument(
+            f"quantization_config in {shown(str(path))}", stated, "a JSON object",
+            "Write what the exporter stated, or remove it if the shards hold plain weights.",
+        )  # fmt: skip
+        self._problems.report(ProblemKind.UNREADABLE_CONFIG, path.name, None, error)
 
     def _method(self, checkpoint: Checkpoint) -> None:
         """Report a method that nobody here knows, where no codes show what it did."""

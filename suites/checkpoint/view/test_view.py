@@ -199,6 +199,20 @@ def test_an_unknown_method_over_plain_weights_is_refused(
             assert checkpoint.problems.counts[ProblemKind.UNKNOWN_METHOD] == 1
 
 
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path, name: str) -> None:
+    save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    config: dict[str, Any] = {"model_type": "llama"}
+    key = "quantization_config" if name == "config.json" else "quantization"
+    for file in {"config.json", name}:
+        stated = {key: "nvfp4"} if file == name else {}
+        (tmp_path / file).write_text(json.dumps(config | stated))
+    with pytest.raises(InvalidArgument, match=f"quantization_config in .*{name} = 'nvfp4'"):
+        Checkpoint.open(tmp_path)
+    with Checkpoint.survey(tmp_path) as checkpoint:
+        assert checkpoint.problems.counts[ProblemKind.UNREADABLE_CONFIG] == 1
+
+
 @pytest.mark.slow
 def test_300_000_tensors_in_95_shards(tmp_path: Path) -> None:
     """Opened, grouped and judged in less than 300 MB and 10 s, without torch."""
