@@ -194,7 +194,7 @@ class _Tracer(TorchDispatchMode):
         self.positions: Tensor | None = None
         self.overwritten: set[int] = set()  # memory that operations write into
         self.uniform: dict[int, Tensor] = {}  # values of tensors, by identity
-        self.most_tokens = math.inf  # of a sequence, for what the model was told of its length
+        self.most_tokens = math.inf  # of a sequence, before frequencies change
         # By identity: views of the positions, what counts the longest sequence, whether it is long.
         self._positional: set[int] = set()
         self._lengths: set[int] = set()

@@ -70,7 +70,7 @@ class Window:
         return [entry["message"] for entry in self._log("browser")]
 
     def requests(self) -> list[str]:
-        """Every address that was asked for since the page was opened.
+        """Return every address that was requested since the page was opened.
 
         The browser's own new tab may still load then, from addresses that no page may ask for.
         """

@@ -149,7 +149,7 @@ def _recognised(options: DoctorArguments) -> tuple["DoctorTarget", "DoctorOption
 
 
 class _Session:
-    """One run of a plan: its outcomes so far, and what is told of them."""
+    """Run a plan, and print its outcomes."""
 
     def __init__(self, plan: "DoctorPlan", options: "DoctorOptions", terminal: Terminal) -> None:
         self.plan, self.options, self.terminal = plan, options, terminal
@@ -265,7 +265,7 @@ class _Session:
         return judged.verdict.exit_status
 
     # ----------------------------------------------------------------------------------------------
-    # What is told
+    # The answer
 
     @property
     def verdict(self) -> Verdict:

@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.base.errors import DegarbleError
-from degarble.harness.engine.budget.roles import budgets_of
-from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.trial import is_by_row, make, rows_of
-from degarble.harness.engine.localise.discrepancy import beyond, spans
+from degarble.harness.engine.localise.discrepancy import outputs_beyond, spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,23 +159,11 @@ def _share(missed: Mapping[str, Tensor], struck: Tensor, kept: int) -> float:
 def _beyond(
     context: ComponentContext, record: CallRecord, outputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor] | None:
-    """Return where outputs are beyond the budget of the healthy twin; None where none is known."""
-    call = JudgeableCall.from_twin(context.bound, context.name, record.inputs, record.expected)
-    try:
-        budgets = budgets_of(call)
-    except (DegarbleError, RuntimeError):
+    """Return which elements are beyond the budget for certain; None where no budget is known."""
+    found = outputs_beyond(context, record, outputs)
+    if found is None:
         return None
-    found = {}
-    for name, right in record.expected.items():
-        other, budget = outputs.get(name), budgets.get(name)
-        if other is None or other.shape != right.shape or not right.ndim:
-            return None
-        slack = None
-        if budget is not None and right.is_floating_point() and right.dtype.itemsize > 1:
-            slack = budget.slack.expand(right.shape)
-        bad, certain = beyond(other.to(right.dtype), right, slack)
-        found[name] = bad if certain else torch.zeros_like(bad)
-    return found
+    return {name: bad if sure else torch.zeros_like(bad) for name, (bad, sure) in found.items()}
 
 
 # ---- rules ---------------------------------------------------------------------------------------

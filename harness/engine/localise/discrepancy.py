@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.base.errors import DegarbleError
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.budget.budget import HEADROOM, DifferenceEvidence, spacing
+from degarble.harness.engine.budget.roles import budgets_of
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.compare.compare import TILE
 from degarble.harness.engine.faults.model_faults import RowPositions
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
@@ -221,6 +224,27 @@ def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> tuple[Tenso
     )
     far = torch.where(known, (c - t).abs() > (room + step) / HEADROOM, differs)
     return (far, True) if bool(far.any()) else (differs, False)
+
+
+def outputs_beyond(
+    context: ComponentContext, record: CallRecord, outputs: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, bool]] | None:
+    """Return `beyond` of each output by the healthy twin's budget; None where none is known."""
+    call = JudgeableCall.from_twin(context.bound, context.name, record.inputs, record.expected)
+    try:
+        budgets = budgets_of(call)
+    except (DegarbleError, RuntimeError):
+        return None
+    found = {}
+    for name, right in record.expected.items():
+        output, budget = outputs.get(name), budgets.get(name)
+        if output is None or output.shape != right.shape or not right.ndim:
+            return None
+        slack = None
+        if budget is not None and right.is_floating_point() and right.dtype.itemsize > 1:
+            slack = budget.slack.expand(right.shape)
+        found[name] = beyond(output.to(right.dtype), right, slack)
+    return found
 
 
 def _by_part(

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.base.errors import DegarbleError
-from degarble.harness.engine.budget.roles import budgets_of
-from degarble.harness.engine.budget.rules import JudgeableCall
-from degarble.harness.engine.localise.discrepancy import beyond
+from degarble.harness.engine.localise.discrepancy import outputs_beyond
 from degarble.harness.engine.recover.stated import operation
 
 if TYPE_CHECKING:
@@ -44,7 +41,7 @@ def shares_of(context: ComponentContext, calls: Sequence[CallRecord]) -> Share |
     """Return the smallest share of columns that holds all wrong outputs; None where none does."""
     wrong: dict[str, Tensor] = {}
     for record in calls:
-        for name, bad in (_beyond(context, record) or {}).items():
+        for name, (bad, _) in (outputs_beyond(context, record, record.outputs) or {}).items():
             if bad.ndim < 2:
                 return None
             own = bad.flatten(0, -2).any(0)
@@ -82,24 +79,6 @@ def _held(record: CallRecord, columns: Mapping[str, tuple[int, int]]) -> dict[st
             made[name] = torch.zeros(record.outputs[name].shape, dtype=torch.bool)
             made[name][..., begin:end] = True
     return made
-
-
-def _beyond(context: ComponentContext, record: CallRecord) -> dict[str, Tensor] | None:
-    call = JudgeableCall.from_twin(context.bound, context.name, record.inputs, record.expected)
-    try:
-        budgets = budgets_of(call)
-    except (DegarbleError, RuntimeError):
-        return None
-    found = {}
-    for name, right in record.expected.items():
-        seen, budget = record.outputs.get(name), budgets.get(name)
-        if seen is None or seen.shape != right.shape or not right.ndim:
-            return None
-        slack = None
-        if budget is not None and right.is_floating_point() and right.dtype.itemsize > 1:
-            slack = budget.slack.expand(right.shape)
-        found[name] = beyond(seen.to(right.dtype), right, slack)[0]
-    return found
 
 
 @operation

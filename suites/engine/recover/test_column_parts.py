@@ -1,4 +1,4 @@
-"""One operation in some columns is told from fewer rows than columns, and not from one row."""
+"""Describe one operation in some columns by fewer rows than columns, and never by one row."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def test_other_choices_of_few_rows_are_too_little_for_a_rule() -> None:
 def test_outputs_as_wide_as_their_call_have_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = iter((33, 34))
 
-    def beyond(*_given: object) -> dict[str, Tensor]:
-        return {"scores": torch.ones(2, next(wide), dtype=torch.bool)}
+    def beyond(*_given: object) -> dict[str, tuple[Tensor, bool]]:
+        return {"scores": (torch.ones(2, next(wide), dtype=torch.bool), True)}
 
-    monkeypatch.setattr(shares, "_beyond", beyond)
+    monkeypatch.setattr(shares, "outputs_beyond", beyond)
     record = CallRecord({}, {}, {})
     assert shares.shares_of(model().naming(LINEAR), [record, record]) is None
 
