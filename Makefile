@@ -58,7 +58,7 @@ types: setup
 	@MYPYPATH=.types $(BIN)/mypy --no-error-summary --explicit-package-bases -p degarble
 
 suites: setup
-	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 1200 $(ARGS)
+	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --dist worksteal --timeout 1200 $(ARGS)
 
 # Every form of every kernel compiled, the whole museum, weights by the gigabyte: hours on two cores.
 real:
@@ -66,7 +66,7 @@ real:
 	@$(THREADS) $(BIN)/python -m pytest -q --no-header --timeout 1200 -m real $(ARGS)
 
 slow: setup
-	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 3600 -m slow $(ARGS)
+	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --dist worksteal --timeout 3600 -m slow $(ARGS)
 
 figures: setup
 	@$(BIN)/python -m degarble.suites.bench $(ARGS) --page

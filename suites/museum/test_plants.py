@@ -111,6 +111,7 @@ def test_a_known_fault_is_found_named_and_unknown_without_its_family(stage: Stag
     assert not is_missed(outcome)
 
 
+@pytest.mark.slow
 def test_an_unknown_fault_is_localised_all_the_same(stage: Stage) -> None:
     outcome = judge_plant(
         stage, PlantedFault(fault(turned_rows()), WO, turned_rows()), leave_out=False

@@ -51,12 +51,16 @@ def gain(factor: float, condition: Condition | None = None) -> RandomFault:
     return RandomFault(LINEAR, edit, condition or Condition())
 
 
-@pytest.mark.parametrize("number", range(SAMPLE))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=pytest.mark.slow if n > 4 or n == 1 else ()) for n in range(SAMPLE)],
+)
 def test_a_random_fault_is_placed_and_nothing_false_is_said(number: int, seed: int) -> None:
     answer = judged(small(), [small().drawn(random.Random(seed + number))])
     assert outcome(answer) in WANTED, answer
 
 
+@pytest.mark.slow
 def test_a_case_of_the_campaign_keeps_truth_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_faults, "stage", lambda _name: small())
     made = random_faults.case(4, several=2)

@@ -277,7 +277,10 @@ def _damaged(document: object, path: tuple[str | int, ...], value: object) -> ob
     return copy
 
 
-@pytest.mark.parametrize("damage", [{"unknown": 1}, [[]], -1.5, "☠"])
+@pytest.mark.parametrize(
+    "damage",
+    [{"unknown": 1}, [[]], *(pytest.param(d, marks=pytest.mark.slow) for d in (-1.5, "☠"))],
+)
 def test_damage_anywhere_is_refused_by_name_or_read_as_what_it_is(damage: object) -> None:
     """Every place of a document is damaged once: no crash, and what is accepted round-trips."""
     document = to_plain(page_of("x"))

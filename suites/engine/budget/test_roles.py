@@ -93,7 +93,10 @@ def planted(candidate: Tensor, twin: Tensor, budget: Budget) -> Tensor:
 
 
 HEALTHY = [(recipe, "") for recipe in RECIPE_NAMES]
-HEALTHY += [("nvfp4-full", source) for source in ("transformers", "vllm", "rare")]
+HEALTHY += [
+    pytest.param("nvfp4-full", source, marks=pytest.mark.slow if source != "vllm" else ())
+    for source in ("transformers", "vllm", "rare")
+]
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])

@@ -68,7 +68,10 @@ def test_conventions_are_no_faults(
     assert kernel.verdict is Verdict.AGREES, str(kernel)
 
 
-@pytest.mark.parametrize("name", ["UINT4_G32", "UINT4_G128", "UINT8_G64"])
+@pytest.mark.parametrize(
+    "name",
+    ["UINT4_G128", *(pytest.param(n, marks=pytest.mark.slow) for n in ("UINT4_G32", "UINT8_G64"))],
+)
 def test_a_zero_point_off_by_one_differs(name: str, seed: int) -> None:
     x_MK, weight_NK = drawn(seed)
     w = quantise(weight_NK, BLOCK_FORMATS[name])
