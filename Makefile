@@ -20,7 +20,7 @@ BIN := .venv/bin
 THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .NOTPARALLEL:
-.PHONY: help setup demo test suites slow lint types figures mutation real house docs pages wheel nightly vllm-env vllm-test vllm-pack vllm-prove vllm-any clean
+.PHONY: help setup demo test suites slow lint types figures mutation real house docs pages wheel nightly vllm-env vllm-test vllm-pack vllm-prove vllm-any peers-pack kernels-beside-peers clean
 
 help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
@@ -31,6 +31,8 @@ help:
 	@echo "make vllm-pack  vLLM 0.26 in parts, for a GPU machine that fetches nothing: docs/vllm.md"
 	@echo "make vllm-any   capture tiny Llama and Qwen 3 MoE in vLLM on this machine's GPU, and judge them"
 	@echo "make vllm-prove  start vLLM with the plugin on this machine's GPU, and judge it: docs/vllm.md"
+	@echo "make peers-pack  the kernels of others in parts, for a GPU machine that fetches nothing"
+	@echo "make kernels-beside-peers  time our kernels beside theirs on this machine's GPU: docs/kernels.md"
 	@echo "make slow     the suites that make test leaves out because they take minutes each"
 	@echo "make real     judge runs of SmolLM2 with its real weights, which are downloaded"
 	@echo "make mutation hold suites against mutants of the product, before tests are deleted: docs/house.md"
@@ -112,6 +114,13 @@ vllm-any:
 
 vllm-pack: setup
 	@sh .ci/vllm-pack
+
+peers-pack: setup
+	@sh .ci/peers-pack
+
+# In the caller's environment as well: PYTHONPATH names the CuTe DSL and what peers-pack unpacked.
+kernels-beside-peers:
+	@PYTHONPATH=$(CURDIR)/.types:$$PYTHONPATH $(or $(PYTHON),python3) -m degarble.suites.bench.kernel_peers $(ARGS)
 
 # The environments stay: delete .venv or .venv-vllm to have it built anew.
 clean:

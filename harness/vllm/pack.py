@@ -28,7 +28,7 @@ from degarble.harness.base.version import VERSION
 from degarble.harness.report.files import require_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 PART = 40 << 20  # bytes, at most
 LEFT_OUT = (
@@ -136,12 +136,17 @@ def pack(wheels: Path, to: Path, architecture: int, part: int = PART) -> list[Pa
         raise InvalidArgument(
             "WHEELS", str(wheels), "a folder with vLLM's wheel", "make vllm-pack fetches it."
         )
+    return write_parts(files_of(paths, architecture), to, part)
+
+
+def write_parts(files: Iterable[tuple[str, bytes]], to: Path, part: int = PART) -> list[Path]:
+    """Write an archive in parts, their digests and the script; return the parts."""
     if to.exists():
         raise InvalidArgument("DEST", str(to), "a folder that does not exist", "Remove it.")
     require_folder("DEST", to)
     whole = BytesIO()
     with tarfile.open(fileobj=whole, mode="w:xz", preset=6) as archive:
-        for name, data in files_of(paths, architecture):
+        for name, data in files:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, BytesIO(data))

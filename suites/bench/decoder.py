@@ -251,10 +251,11 @@ def layer_v32(config: Any, block: Block, every: Experts, recipe: str) -> records
 
 @dataclass(frozen=True)
 class Step:
-    """One set: a layer, and the launches that its step makes."""
+    """One set: a layer, the launches that its step makes, and its weights."""
 
     run: Callable[[], object]
     calls: list[tuple[str, Any, dict[str, Any]]]
+    weights: Any
 
 
 @dataclass(frozen=True)
@@ -268,10 +269,10 @@ class Given:
     entry: str  # of the caches
     context: int = CONTEXT
 
-    def recorded(self, run: Callable[[], object]) -> Step:
+    def recorded(self, run: Callable[[], object], weights: Any) -> Step:
         self.kernels.calls = []
         run()
-        return Step(run, self.kernels.calls)
+        return Step(run, self.kernels.calls, weights)
 
 
 def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
@@ -296,7 +297,7 @@ def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
         ) -> object:  # fmt: skip
             return s.layer(w, m, s.lists(far), x)
 
-        found.append(given.recorded(run))
+        found.append(given.recorded(run, weights))
     return found
 
 
@@ -318,7 +319,7 @@ def steps_of_v32(given: Given, block: Block, lanes: int, rows: int) -> list[Step
         def run(s: Any = stepping, w: Any = weights, m: Any = memory, given: Any = pair) -> object:
             return s.layer(w, m, s.slots(WINDOW, 1, 1)[1], given)
 
-        found.append(given.recorded(run))
+        found.append(given.recorded(run, weights))
     return found
 
 

@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import UnknownName
 from degarble.suites.bench.machine import Neighbours, machine
@@ -340,34 +340,49 @@ def sets_for(moved: int) -> int:
     return max(SETS, min(64, COLD_BYTES // max(1, moved)))
 
 
-def _gpu_seconds(arms: Sequence[Arm], rounds: int) -> list[tuple[float, ...]]:
-    """Capture each arm in a graph, and replay the graphs by turns; two rounds warm up."""
+class Captured(NamedTuple):
+    """A graph of so many calls. It keeps addresses, so the launches keep the memory."""
+
+    graph: Any
+    launches: list[Callable[[], object]]
+    calls: int
+
+
+def captured(arm: Arm) -> Captured:
+    """Run an arm on each of its buffer sets, then capture all of them in a graph."""
     import torch  # noqa: PLC0415  a bench of the start of a process must not have it
 
-    graphs = []
-    for arm in arms:
-        launches = [arm.make(number) for number in range(arm.buffer_sets)]
-        for launch in launches:
-            launch()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(arm.repeats):
-                for launch in launches:
-                    launch()
-        # A graph keeps addresses, so somebody has to keep the memory: the launches do.
-        graphs.append((graph, launches, arm.repeats * len(launches)))
-    seconds: list[list[float]] = [[] for _ in arms]
-    for turn, place in _turns(len(arms), rounds + 2):
-        graph, _, count = graphs[place]
+    launches = [arm.make(number) for number in range(arm.buffer_sets)]
+    for launch in launches:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(arm.repeats):
+            for launch in launches:
+                launch()
+    return Captured(graph, launches, arm.repeats * len(launches))
+
+
+def replayed(graphs: Sequence[Captured], rounds: int) -> list[tuple[float, ...]]:
+    """Replay graphs by turns; return seconds of a call. Two rounds warm up."""
+    import torch  # noqa: PLC0415  as above
+
+    seconds: list[list[float]] = [[] for _ in graphs]
+    for turn, place in _turns(len(graphs), rounds + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        graphs[place].graph.replay()
         end.record()
         end.synchronize()
         if turn >= 2:
-            seconds[place].append(start.elapsed_time(end) * 1e-3 / count)
+            seconds[place].append(start.elapsed_time(end) * 1e-3 / graphs[place].calls)
     return [tuple(second) for second in seconds]
+
+
+def _gpu_seconds(arms: Sequence[Arm], rounds: int) -> list[tuple[float, ...]]:
+    """Capture each arm in a graph, and replay the graphs by turns."""
+    return replayed([captured(arm) for arm in arms], rounds)
 
 
 def copy_arm(moved: int, name: str = COPY) -> Arm:
