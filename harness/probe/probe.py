@@ -6,7 +6,7 @@ other requests. What was gathered stays, whatever ends a session.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import Undecided, UnusableServer
@@ -25,7 +25,8 @@ from degarble.harness.probe.judging import (
 )
 from degarble.harness.probe.paired_tests import mcnemar
 from degarble.harness.probe.server import explore
-from degarble.harness.probe.session import Session
+from degarble.harness.probe.session import DEFAULT, OWN, Session
+from degarble.harness.probe.vocabulary import known_texts, texts_from_ids
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -169,10 +170,18 @@ def probe(
     """Probe a server; `tell` hears each step, `beside` compares with another side at the end."""
     tell("what the server offers")
     # From the last text on: the first ones have to be cold when the checks ask for them.
-    server = explore(client, model, options.texts[::-1])
+    try:
+        server = explore(client, model, options.texts[::-1])
+    except UnusableServer:
+        own = texts_from_ids(client, model) if options.prompts == DEFAULT else ()
+        if not own:
+            raise
+        options = replace(options, texts=own, prompts=OWN)
+        server = explore(client, model, own[::-1])
     result = ProbeResult(server, options)
     session = Session(server, options)
     try:
+        result.options = session.options = _in_known_words(server, options)
         tell("first answers")
         session.cold = [server.complete(ask) for ask in session.asks()]
         session.base = [server.complete(ask) for ask in session.asks()]
@@ -191,6 +200,13 @@ def probe(
         result.ended = f"{error.name}: {error.shown_value}"
     _judge(session, result)
     return result
+
+
+def _in_known_words(server: ProbedServer, options: ProbeOptions) -> ProbeOptions:
+    """Return the options with texts in words that the model knows."""
+    given = options.prompts != DEFAULT
+    texts = known_texts(server, options.texts, given=given)
+    return options if texts == options.texts else replace(options, texts=texts, prompts=OWN)
 
 
 def _require_answers(session: Session) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 from degarble.harness.probe.judging import ProbeLevel, Status
 from degarble.harness.probe.probe import rounding_alone
 from degarble.harness.probe.server import FEATURES
+from degarble.harness.probe.session import OWN
 from degarble.harness.report.blocks import (
     Code,
     Column,
@@ -150,6 +151,7 @@ def probe_document(result: ProbeResult, folder: Path | None = None) -> dict[str,
             "assumed": result.options.rounding or "bf16, fp8 between kernels",
             "distance": moved, "divergence": divergence, "measured": result.noise,
         },
+        "prompts": result.options.prompts,
         "ended": result.ended,
         "checks": [_check_document(check) for check in result.checks],
         "findings": [_finding_document(finding) for finding in result.findings],
@@ -231,6 +233,8 @@ def _lines(result: ProbeResult, folder: Path | None, width: int) -> Iterator[Tex
     traffic = result.server.client.traffic
     facts = f"{result.server.model} at {result.server.name} · {traffic.requests} requests"
     yield Text(visible(f"{facts} in {result.server.client.seconds:.0f} s"), "dim")
+    if result.options.prompts == OWN:
+        yield Text("It knows too few of the default words: the prompts are its own texts.", "dim")
     yield Text("")
     moved, divergence = rounding_alone(result.options)
     yield Text(f"{'check':<10} {'':<13}{'compared':>9} {'nats':>9} {'limit':>7} {'KL':>9}", "dim")

@@ -17,6 +17,7 @@ from degarble.harness.probe.answers import slope
 from degarble.harness.probe.judging import ProbedCheck, ProbedComparison, ProbeFinding, compare
 from degarble.harness.probe.server import Ask
 from degarble.harness.probe.session import add_answers
+from degarble.harness.probe.vocabulary import same_tokens
 
 if TYPE_CHECKING:
     from degarble.harness.probe.answers import Answer, Position
@@ -234,6 +235,10 @@ def _ask_similar(
     made = compare(cold.positions, answer.positions, number)
     result.looked_at += 1
     if made.distances and made.parted is None and made.size < _EQUAL:
+        whole = session.exact(session.longer(session.options.texts[number], number))
+        if same_tokens(session.server, whole, prompt):
+            result.notes.append(f"two words are one token to the server, {where} of a prompt")
+            return
         result.findings.append(
             ProbeFinding(
                 "cache", "a prompt gets the numbers of another prompt",

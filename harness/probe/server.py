@@ -6,6 +6,7 @@ kept by name with the server's own reason, and checks that need it are left out 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ Prompt = str | tuple[int, ...]
 COMPLETIONS, CHAT, MODELS, TOKENIZE = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize",
 )  # fmt: skip
+SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")  # as tokenizers spell their special tokens
 _TEXTS = 4  # prompts that are tried, until one is continued
 _TOPS = (20, 5, 1)  # likeliest tokens that are asked for, until the server accepts
 _SHOWN = 160
@@ -171,6 +173,9 @@ class ProbedServer:
             return None if None in numbers else (*prompt, *(n for n in numbers if n is not None))
         if "\N{REPLACEMENT CHARACTER}" in answer.text or any(p.number is not None for p in new):
             return None
+        # Trap: a special token that is written out is read again as text, or as an unknown word.
+        if any(SPECIAL.fullmatch(position.token.strip()) for position in new):
+            return None
         return f"{prompt}{self.joint or ''}{''.join(position.token for position in new)}"
 
     def _read(self, call: Call, reply: Reply) -> list[Answer]:
@@ -216,7 +221,7 @@ class ProbedServer:
 def explore(client: Client, model: str | None, texts: Sequence[str]) -> ProbedServer:
     """Try each feature once; raise where nothing can be asked."""
     server = ProbedServer(client)
-    _find_model(server, model)
+    find_model(server, model)
     text = _find_completions(server, texts)
     _find_chat(server, text)
     if not server.offers("completions"):
@@ -240,7 +245,8 @@ def explore(client: Client, model: str | None, texts: Sequence[str]) -> ProbedSe
     return server
 
 
-def _find_model(server: ProbedServer, model: str | None) -> None:
+def find_model(server: ProbedServer, model: str | None) -> None:
+    """Find the model that requests name: the given one, or the first that is listed."""
     reply = server.client.ask(MODELS)
     if reply.status in (401, 403):
         raise UnusableServer(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PROMPTS = 8  # that each check asks
 NEW_TOKENS = 8
+GIVEN, DEFAULT, OWN = "given", "default", "written by the model"
 _CHARACTERS = 8  # a token, at most, in the texts that long prompts are made of
 
 
@@ -31,6 +32,7 @@ class ProbeOptions:
     rounding: str | None = None  # what is served, where the user says so
     max_prompt_tokens: int = 2048
     new_tokens: int = NEW_TOKENS
+    prompts: str = GIVEN  # where the texts are from
 
 
 @dataclass

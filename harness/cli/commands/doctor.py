@@ -14,6 +14,7 @@ from degarble.harness.base.errors import EXIT_AGREES, DegarbleError, InvalidArgu
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.terminal import Terminal, refusal_document, refusal_lines
+from degarble.harness.cli.values import Prompts
 from degarble.harness.report.files import require_folder, write_text
 from degarble.harness.report.number_text import visible
 from degarble.harness.report.verdict import NO_ERRORS, SEVERITY, Verdict
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from degarble.harness.commands.doctor.plan import DoctorOptions, DoctorPlan, DoctorStep
     from degarble.harness.commands.doctor.target import DoctorTarget
 
+_ASKED = ("checkpoint", "server")  # kinds of targets that are asked prompts
 _SHOWN = 12  # lines of what a step says, unless it found something wrong
 
 
@@ -52,6 +54,7 @@ class DoctorArguments:
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Where page and captures are written.")
     ] = Path("degarble-doctor")
+    prompts: Prompts = None
     minutes: Annotated[
         float, typer.Option(metavar="N", help="Leave out a step that takes longer.")
     ] = 15.0
@@ -122,6 +125,7 @@ def _recognised(options: DoctorArguments) -> tuple["DoctorTarget", "DoctorOption
     )
 
     values.existing("--reference", options.reference)
+    values.existing("--prompts", options.prompts)
     values.within("--minutes", options.minutes, 0.1, 1 << 17)
     text, line = options.target, options.engine
     if line is None and is_engine_command(text):
@@ -129,7 +133,14 @@ def _recognised(options: DoctorArguments) -> tuple["DoctorTarget", "DoctorOption
     if not text.startswith(("http://", "https://")):
         values.existing("TARGET", Path(text))
     target = recognise(text)
-    wanted = DoctorOptions(options.out, options.reference, line, minutes=options.minutes)
+    if options.prompts is not None and target.kind not in _ASKED:
+        raise InvalidArgument(
+            "--prompts", f"with a {target.kind}", "a checkpoint or a server, which are asked",
+            "Leave --prompts out.",
+        )  # fmt: skip
+    wanted = DoctorOptions(
+        options.out, options.reference, line, minutes=options.minutes, prompts=options.prompts
+    )
     if line is None:
         return target, wanted
     engine = EngineCommand.from_text(line)
@@ -213,8 +224,9 @@ class _Session:
         out = Path(_option(step, "--out"))
         out.parent.mkdir(parents=True, exist_ok=True)
         prompts = Path(_option(step, "--prompts"))
-        lines = (json.dumps(text) for text in _prompts(self.plan.target))
-        write_text(prompts, "".join(f"{line}\n" for line in lines))
+        if self.options.prompts is None:
+            lines = (json.dumps(text) for text in _prompts(self.plan.target))
+            write_text(prompts, "".join(f"{line}\n" for line in lines))
         asked = CaptureOptions(
             self.plan.target.path, out, prompts=prompts, max_new_tokens=NEW_TOKENS
         )
@@ -244,7 +256,7 @@ class _Session:
         started = EngineCommand.from_text(self.options.engine)
         self.options.out.mkdir(parents=True, exist_ok=True)
         log = self.options.out / "engine.log"
-        prompts = _prompts(self.plan.target)
+        prompts = _prompts(self.plan.target, self.options.prompts)
         with (
             self.terminal.work("engine", 0) as progress,
             recording_engine(started, self.options.out / "captures", log, progress.step) as running,
@@ -400,8 +412,18 @@ def _option(step: "DoctorStep", name: str) -> str:
     return step.line[step.line.index(name) + 1] if name in step.line else ""
 
 
-def _prompts(target: "DoctorTarget") -> tuple[str, ...]:
-    """Return prompts of words that the checkpoint's tokenizer knows."""
+def _prompts(target: "DoctorTarget", given: Path | None = None) -> tuple[str, ...]:
+    """Return the given prompts, or three of words that the checkpoint's tokenizer knows."""
+    from degarble.harness.generate.generate import prompts_from  # noqa: PLC0415  torch
+
+    if given is not None:
+        found = prompts_from(given)
+        if not all(isinstance(prompt, str) for prompt in found):
+            raise InvalidArgument(
+                "--prompts", str(given), "texts: an engine is recorded by completions",
+                "Write one text a line.",
+            )  # fmt: skip
+        return tuple(found)
     from degarble.harness.chat.tokenizer import Tokenizer  # noqa: PLC0415  start-up time
     from degarble.harness.commands.doctor.plan import PROMPTS  # noqa: PLC0415  as above
     from degarble.harness.nightly.steps import PROMPTS as TEXTS  # noqa: PLC0415  torch
@@ -429,5 +451,11 @@ def _probe(step: "DoctorStep", inner: _StepTerminal) -> int:
     from degarble.harness.cli.commands.probing import ProbeArguments, probe  # noqa: PLC0415
 
     against = _option(step, "--against") or None
-    asked = ProbeArguments(step.line[1], against=against, report=Path(_option(step, "--report")))
+    prompts = _option(step, "--prompts")
+    asked = ProbeArguments(
+        step.line[1],
+        against=against,
+        prompts=Path(prompts) if prompts else None,
+        report=Path(_option(step, "--report")),
+    )
     return probe(asked, inner)

@@ -88,11 +88,12 @@ def probe(options: ProbeArguments, terminal: Terminal) -> int:
     from degarble.harness.probe import probe as run  # noqa: PLC0415  start-up time
     from degarble.harness.probe.client import Client, RequestLimits  # noqa: PLC0415
     from degarble.harness.probe.report import probe_document, probe_text  # noqa: PLC0415
-    from degarble.harness.probe.session import ProbeOptions  # noqa: PLC0415
+    from degarble.harness.probe.session import DEFAULT, GIVEN, ProbeOptions  # noqa: PLC0415
 
     limits = RequestLimits(options.requests, options.rate, options.time_limit, options.request_time)
     client = Client(options.url, token, limits)
-    wanted = ProbeOptions(texts, options.rounding, options.max_prompt_tokens)
+    prompts = DEFAULT if options.prompts is None else GIVEN
+    wanted = ProbeOptions(texts, options.rounding, options.max_prompt_tokens, prompts=prompts)
     with ExitStack() as stack:
         step = stack.enter_context(_shown(terminal, client))
         beside = _beside(options, (other_token, limits), stack, step)

@@ -56,6 +56,12 @@ class DoctorOptions:
     loader: str = "vllm"
     url: str = "http://HOST:PORT"  # of the engine
     minutes: float = 15.0
+    prompts: Path | None = None  # what is asked; a few of its own where None
+
+    @property
+    def what_is_asked(self) -> str:
+        """Return how sentences call the prompts."""
+        return f"{PROMPTS} prompts" if self.prompts is None else f"the prompts of {self.prompts}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ def _with_references(target: DoctorTarget, options: DoctorOptions) -> list[Docto
     made = ["capture", target.text, "--prompts", str(prompts_file(options)), "--out", str(capture)]
     made += ["--max-new-tokens", str(NEW_TOKENS)]
     judged = _check_step(capture, target.text, options, run)
-    does = f"run the built-in references on {PROMPTS} prompts"
+    does = f"run the built-in references on {options.what_is_asked}"
     return [
         DoctorStep(CAPTURE, does, run, tuple(made), optional=True),
         replace(judged, does="check that run", optional=True),
@@ -155,8 +161,8 @@ def _with_references(target: DoctorTarget, options: DoctorOptions) -> list[Docto
 
 
 def prompts_file(options: DoctorOptions) -> Path:
-    """Return where the prompts of a run are written."""
-    return options.out / "prompts.jsonl"
+    """Return the prompts of a run: the given file, or where three are written."""
+    return options.prompts or options.out / "prompts.jsonl"
 
 
 def _check_step(
@@ -170,7 +176,7 @@ def _check_step(
 def _with_engine(target: DoctorTarget, options: DoctorOptions) -> list[DoctorStep]:
     """Run the engine with the capture switch, and check what it computed."""
     start = _ENGINE + target.nbytes / _LOADED
-    does = f"start the engine, ask {PROMPTS} prompts and stop it"
+    does = f"start the engine, ask {options.what_is_asked} and stop it"
     capture = free_folder(options.out / "captures" / "engine")
     judged = _check_step(capture, target.text, options, _BEGIN + target.nbytes / _RUN)
     why = "CUDA graphs are off while a run is recorded. Against the server as you run it: "
@@ -200,6 +206,8 @@ def _server(target: DoctorTarget, options: DoctorOptions) -> list[DoctorStep]:
     line = ["probe", target.text, "--report", str(options.out)]
     if options.reference is not None:
         line += ["--against", str(options.reference)]
+    if options.prompts is not None:
+        line += ["--prompts", str(options.prompts)]
     why = "From outside no component can be named: degarble doctor CKPT --engine "
     why += '"vllm serve CKPT ..." records one run of the engine and names it.'
     return [
