@@ -8,11 +8,10 @@ from __future__ import annotations
 import platform
 import shutil
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +26,12 @@ from degarble.harness.backends.registry import (
 )
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnwritablePath
 from degarble.harness.base.version import VERSION
+from degarble.harness.capture.captured_size import (
+    BudgetChoice,
+    captured_bytes,
+    choose_within,
+    steps_of,
+)
 from degarble.harness.capture.files.reader import Capture, capture_document, capture_lines
 from degarble.harness.capture.files.records import MANIFEST, Phase
 from degarble.harness.capture.files.writer import MEMORY_BYTES, CaptureWriter, require_free
@@ -50,22 +55,14 @@ from degarble.harness.inference.generation import (
     Sampling,
 )
 from degarble.harness.inference.model import HELD_VALUES, LogitsModel, open_model
-from degarble.harness.model.components import component_named
 from degarble.harness.model.config.json_file import config_to_dict
-from degarble.harness.model.family import family_of
-from degarble.harness.model.parameters import parameter_named
-from degarble.harness.model.recipes import recipe_named
-from degarble.harness.model.site_forms import ElementKind, RowUnit, declared_forms
-from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.files import require_folder
 from degarble.harness.report.progress import size
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.references.tensor_core import WGMMA_FP8
-from degarble.references.traced.family import TracedModel, keeps_state, traced_pairs
-from degarble.references.traced.trace import TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -76,7 +73,6 @@ if TYPE_CHECKING:
     from degarble.harness.inference.weights import StreamedWeights
     from degarble.references.binding import BoundModel
     from degarble.references.model import Sequence as SequenceState
-    from degarble.references.traced.graph import Graph
 
 
 # --------------------------------------------------------------------------------------------------
@@ -125,132 +121,6 @@ def _remove(folder: Path, *, keep: bool) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Estimate the size of a capture of our references before anything is written.
-#
-# One table holds how many values of which dtype a component returns for a token. An input was the
-# output of another component and is stored once. State from earlier calls (windows, entries, rows)
-# counts for each step that reads it. The estimate ignores tensors that happen to be equal, and a
-# filter of tokens counts as if it kept its share of everything.
-
-_INTEGER = 8  # ids, experts, positions: int64
-_ACT_QUANT = ".act_quant"
-
-
-class ValueCounts(NamedTuple):
-    """Values for a token, by what holds them: stored ones, working ones, integers."""
-
-    store: int = 0
-    work: int = 0
-    integers: int = 0
-
-
-class SequenceTokens(NamedTuple):
-    """What one sequence brings to a step: tokens, and how many it had before."""
-
-    tokens: int
-    before: int
-
-
-def captured_bytes(
-    bound: BoundModel, steps: Iterable[Sequence[SequenceTokens]], wanted: CaptureFilter
-) -> int:
-    """Bytes of tensors that a capture of these steps stores."""
-    if isinstance(bound, TracedModel):
-        return traced_bytes(bound, steps, wanted)
-    table = family_of(bound.config).value_counts(bound.config) or declared_counts(bound)
-    names = [name for name in bound.calls if wanted.includes(name) and not name.startswith("mtp.")]
-    total = 0
-    for step in steps:
-        fed = [
-            SequenceTokens(_among(wanted, sequence_tokens), sequence_tokens.before)
-            for sequence_tokens in step
-        ]
-        fed = [sequence_tokens for sequence_tokens in fed if sequence_tokens.tokens]
-        if fed:
-            total += (
-                2 * _INTEGER * sum(sequence_tokens.tokens for sequence_tokens in fed)
-            )  # ids and positions
-            total += sum(_bytes_of(bound, name, fed, table) for name in names)
-    return total
-
-
-def traced_bytes(
-    bound: TracedModel, steps: Iterable[Sequence[SequenceTokens]], wanted: CaptureFilter
-) -> int:
-    """Bytes of what the components of a traced model return; an input was returned before."""
-    graph: Graph = bound.config.graph
-    new = earlier = 0  # for a token of a step, and for one that its sequence had before
-    for component, traced in traced_pairs(bound.config, bound.recipe):
-        if traced is None or not wanted.includes(component.name):
-            continue
-        tensors = [graph.trace.tensors[ref.number] for ref in traced.outputs.values()]
-        values = sum(
-            prod(tensor.shape) // (TOKENS if tensor.token_axis is not None else 1)
-            * tensor.dtype.itemsize
-            for tensor in tensors
-        )  # fmt: skip
-        new += values
-        earlier += values if keeps_state(traced) else 0
-    total = 0
-    for step in steps:
-        for sequence in step:
-            fed = _among(wanted, sequence)
-            total += fed * (new + 2 * _INTEGER) + (sequence.before * earlier if fed else 0)
-    return total
-
-
-def declared_counts(bound: BoundModel) -> dict[str, ValueCounts]:
-    """Return the values of each role that forms declare, of a family without a table of its own."""
-    found: dict[str, ValueCounts] = {}
-    for name, forms in declared_forms(bound.config, recipe_named("bf16", bound.config)).items():
-        sizes = {ElementKind.NUMBERS: 0, ElementKind.INTEGERS: 0}
-        for form in forms.outputs.values():
-            if form.row is not None and form.counts is RowUnit.TOKENS:
-                sizes[form.holds] += prod(extent or 0 for extent in form.row)
-        numbers, integers = sizes.values()
-        found[Site(name, Port.OUT).role] = ValueCounts(numbers, integers=integers)
-    return found
-
-
-def steps_of(prompts: Sequence[int], new_tokens: int, piece: int) -> list[list[SequenceTokens]]:
-    """Return the steps of prompts of these lengths, in pieces, and of the tokens after them."""
-    found = [
-        [SequenceTokens(min(piece, count - begin), begin) for count in prompts if count > begin]
-        for begin in range(0, max(prompts), piece)
-    ]
-    return found + [
-        [SequenceTokens(1, count + at) for count in prompts] for at in range(new_tokens - 1)
-    ]
-
-
-def _among(wanted: CaptureFilter, fed: SequenceTokens) -> int:
-    rows = wanted.rows(range(fed.before, fed.before + fed.tokens))
-    return fed.tokens if rows is None else len(rows)
-
-
-def _bytes_of(
-    bound: BoundModel, name: str, step: list[SequenceTokens], table: Mapping[str, ValueCounts]
-) -> int:
-    """Return how many bytes one component adds in one step."""
-    config, numerics, role = bound.config, bound.numerics, Site(name, Port.OUT).role
-    family = family_of(config)
-    tokens = sum(sequence_tokens.tokens for sequence_tokens in step)
-    if role.endswith(_ACT_QUANT) and role != "ffn.experts.act_quant":
-        # Codes, a byte each at most; scales are few.
-        linear = component_named(config, name.removesuffix(_ACT_QUANT))
-        return tokens * parameter_named(config, linear.weights[0]).shape[-1]
-    if role in family.last_token_roles:
-        tokens = len(step)  # logits are those behind each sequence's last token
-    value_counts = table.get(role, ValueCounts())
-    block = component_named(config, name).block
-    remembered = 0 if block is None else family.remembered(config, block, role, step)
-    stored = tokens * (
-        value_counts.store * numerics.store.itemsize + value_counts.integers * _INTEGER
-    )
-    return stored + (tokens * value_counts.work + remembered) * numerics.work.itemsize
-
-
-# --------------------------------------------------------------------------------------------------
 # Run `degarble capture`: record inputs and outputs of every component of a reference model.
 #
 # Prompts are followed by new tokens, one by one and greedily, so that prefill and decode are both
@@ -271,6 +141,7 @@ class CaptureSettings:
 
     wanted: CaptureFilter = field(default_factory=CaptureFilter)
     new_tokens: int = NEW_TOKENS
+    budget: int | None = None  # bytes of tensors, within which layers and steps are chosen
     statistics_only: bool = False
     memory_bytes: int = MEMORY_BYTES
     held_values: int = HELD_VALUES
@@ -379,12 +250,17 @@ def capture(
         capture_settings.wanted.require_choosing(bound.calls)
         paired, patched = _changed(model, capture_settings)
         generator = _talker(model, prompts, capture_settings)
+        choice = _within_budget(generator, prompts, capture_settings)
+        if choice is not None:
+            capture_settings = replace(capture_settings, wanted=choice.wanted)
         estimate = _estimate(generator, prompts, capture_settings)
         _require_room(folder, estimate)
         report(estimate)
         facts = facts_of(source, model, capture_settings) | _facts_of_change(
             paired, patched, conventions
         )
+        if choice is not None:
+            facts["budget"] = choice.document()
         with (
             foreign_code(folder, capture_settings.foreign),
             CaptureWriter(folder, facts, capture_settings.memory_bytes) as writer,
@@ -487,6 +363,19 @@ def _facts_of_kernels(paired: Paired) -> dict[str, Any]:
         "kernels": table.document(),
         "fraction_bits": dict.fromkeys(cut, WGMMA_FP8.fraction_bits),
     }
+
+
+def _within_budget(
+    generator: TextGenerator | _Repeater, prompts: list[Any], capture_settings: CaptureSettings
+) -> BudgetChoice | None:
+    """Choose what a budget keeps; prompts that generating refuses are refused there."""
+    lengths = [len(generator.ids_of(prompt)) for prompt in prompts]
+    if capture_settings.budget is None or not all(lengths):
+        return None
+    bound, new_tokens = generator.model.logits_model.bound, capture_settings.new_tokens
+    return choose_within(
+        bound, lengths, new_tokens, capture_settings.wanted, capture_settings.budget
+    )
 
 
 def _estimate(

@@ -43,17 +43,20 @@ class CaptureFilter:
     blocks: frozenset[str] | None = None  # layers.3, mtp.0, ends
     components: tuple[str, ...] | None = None  # patterns
     tokens: tuple[range, ...] | None = None  # positions
+    pieces: tuple[range, ...] | None = None  # of the last position of a step, which is kept whole
 
     @classmethod
     def from_options(
-        cls, layers: str | None = None, components: str | None = None, tokens: str | None = None
+        cls,
+        layers: str | None = None,
+        components: str | None = None,
+        tokens: str | None = None,
+        pieces: str | None = None,
     ) -> CaptureFilter:
-        """Read the words of the command line."""
+        """Read the words of the command line; `pieces` are those of a capture's facts."""
         patterns = None if components is None else tuple(_words("--components", components))
-        spans = None
-        if tokens is not None:
-            spans = tuple(_span("--tokens", word) for word in _words("--tokens", tokens))
-        return cls(None if layers is None else _blocks(layers), patterns, spans)
+        blocks = None if layers is None else _blocks(layers)
+        return cls(blocks, patterns, _spans("--tokens", tokens), _spans("pieces", pieces))
 
     def includes(self, component: str) -> bool:
         """Return whether a component is captured."""
@@ -67,9 +70,16 @@ class CaptureFilter:
 
     def rows(self, positions: Iterable[int]) -> tuple[int, ...] | None:
         """Which tokens of a step are captured; None where it is all of them."""
+        positions = tuple(positions)
+        if positions and not self.keeps_step(max(positions)):
+            return ()
         if self.tokens is None:
             return None
         return tuple(n for n, at in enumerate(positions) if any(at in span for span in self.tokens))
+
+    def keeps_step(self, last: int) -> bool:
+        """Return whether a step is captured whose last position is this one."""
+        return self.pieces is None or any(last in piece for piece in self.pieces)
 
     def require_choosing(self, components: Iterable[str]) -> None:
         """Refuse a word that chooses nothing of a model, and words that together do so."""
@@ -95,14 +105,18 @@ class CaptureFilter:
 
     def document(self) -> dict[str, list[str] | None]:
         """Return the filter as a JSON document."""
-        spans = None
-        if self.tokens is not None:
-            spans = [f"{token.start}-{token.stop - 1}" for token in self.tokens]
+        spans = None if self.tokens is None else list(map(span_text, self.tokens))
+        pieces = {} if self.pieces is None else {"pieces": list(map(span_text, self.pieces))}
         return {
             "layers": None if self.blocks is None else sorted(self.blocks),
             "components": None if self.components is None else list(self.components),
             "tokens": spans,
-        }
+        } | pieces
+
+
+def span_text(span: range) -> str:
+    """Write layers or positions as --layers and --tokens take them."""
+    return f"{span.start}-{span.stop - 1}"
 
 
 def whole_sites(component: Component) -> frozenset[str]:
@@ -137,6 +151,10 @@ def _blocks(text: str) -> frozenset[str]:
             span = _ordered("--layers", word, int(match[2]), int(match[3] or match[2]))
             found |= {f"{match[1] or 'layers'}.{number}" for number in span}
     return frozenset(found)
+
+
+def _spans(name: str, text: str | None) -> tuple[range, ...] | None:
+    return None if text is None else tuple(_span(name, word) for word in _words(name, text))
 
 
 def _span(name: str, word: str) -> range:

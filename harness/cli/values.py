@@ -177,6 +177,23 @@ def within(name: str, value: float | None, low: float, high: float) -> None:
         )
 
 
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kMGT]i?B)")
+_THOUSANDS = "kMGT"
+
+
+def nbytes(name: str, text: str | None) -> int | None:
+    """Read a size such as 10GB or 1.5TB; with an i, as in 10GiB, units are powers of 1024."""
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text)
+    if match is None or float(match[1]) == 0:
+        raise InvalidArgument(
+            name, text, "a size such as 500MB, 10GB or 10GiB", f"For example: {name} 10GB"
+        )
+    base = 1024 if "i" in match[2] else 1000
+    return int(float(match[1]) * base ** (1 + _THOUSANDS.index(match[2][0])))
+
+
 def strict(name: str, *, wanted: bool) -> None:
     """Refuse --strict without a backend that could leave something to torch."""
     if wanted and name == BACKENDS[0]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.capture.capture import ValueCounts
+from degarble.harness.capture.captured_size import ValueCounts
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from degarble.harness.capture.capture import SequenceTokens
+    from degarble.harness.capture.captured_size import SequenceTokens
     from degarble.harness.model.types import Block
 
 

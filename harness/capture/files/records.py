@@ -311,6 +311,16 @@ def _is_filter(value: Any) -> bool:
     return _object_of(lambda each: each is None or entry(each))(value)
 
 
+def _is_budget(value: Any) -> bool:
+    counts, lists = ("bytes", "estimate", "whole"), ("layers_left_out", "tokens_left_out")
+    texts = _list_of(_is_text)
+    return (
+        _is_object(value)
+        and all(_is_count(value.get(name)) for name in counts)
+        and all(texts(value.get(name)) for name in lists)
+    )
+
+
 def _is_sequence(value: Any) -> bool:
     ids = _list_of(_is_count)
     return _is_object(value) and all(ids(value.get(name, [])) for name in ("prompt", "new"))
@@ -321,6 +331,7 @@ FACTS: Mapping[str, tuple[Test, str]] = {
     "config": (_is_object, "an object"),
     "recipe": (_list_of(_object_of(_is_text)), "a list of rules"),
     "filters": (_is_filter, "an object of lists"),
+    "budget": (_is_budget, "counts of bytes, and lists of what was left out"),
     "statistics_only": (lambda value: isinstance(value, bool), "true or false"),
     "new_tokens": (_is_count, "a count"),
     "versions": (_object_of(_is_text), "an object of texts"),

@@ -62,6 +62,10 @@ class CaptureOptions:
     tokens: Annotated[
         str | None, typer.Option(metavar="LIST", help="Only these positions: 0-15,100.")
     ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Choose layers and pieces of the run that fit: 10GB."),
+    ] = None
     statistics_only: Annotated[
         bool, typer.Option("--statistics-only", help="Keep hashes and ranges, no tensors.")
     ] = False
@@ -166,7 +170,7 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     values.existing("--prompts", options.prompts)
     values.existing("--patch", options.patch)
     values.within("--max-new-tokens", options.max_new_tokens, 1, float("inf"))
-    for name in ("layers", "components", "tokens", "statistics_only", "max_new_tokens"):
+    for name in ("layers", "components", "tokens", "statistics_only", "max_new_tokens", "budget"):
         values.at_most_one(amax_only=options.amax_only, **{name: getattr(options, name)})
     foreign = options.backend if options.backend != "torch" else None
     values.at_most_one(amax_only=options.amax_only, patch=options.patch)
@@ -174,6 +178,7 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     values.strict(options.backend, wanted=options.strict)
     values.exactly_one(prompt=options.prompt, prompts=options.prompts)
     _require_graph(options)
+    _require_budget(options)
     # Imports torch, which --help and --version do without.
     from degarble.harness.generate.generate import prompts_from  # noqa: PLC0415
 
@@ -207,6 +212,18 @@ def _require_graph(options: CaptureOptions) -> None:
         values.at_most_one(graph=options.graph, **{name: getattr(options, name)})
 
 
+def _require_budget(options: CaptureOptions) -> None:
+    values.nbytes("--budget", options.budget)
+    for name in ("layers", "tokens", "statistics_only"):
+        values.at_most_one(budget=options.budget, **{name: getattr(options, name)})
+    if options.budget is not None and (options.graph or options.backend == "vllm"):
+        how = "--graph" if options.graph else "--backend vllm"
+        raise InvalidArgument(
+            "--budget", how, "a run whose steps are known before it begins: an engine cuts its own",
+            "Leave --budget out, and choose by --layers, --components and --tokens.",
+        )  # fmt: skip
+
+
 def _ranges(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
     from degarble.harness.capture.amax import capture_amax  # noqa: PLC0415  as above
     from degarble.harness.cli.terminal import first_pass  # noqa: PLC0415  imports torch
@@ -223,6 +240,7 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
     capture_settings = run.CaptureSettings(
         CaptureFilter.from_options(options.layers, options.components, options.tokens),
         options.max_new_tokens or run.NEW_TOKENS,
+        values.nbytes("--budget", options.budget),
         statistics_only=options.statistics_only,
         backend=options.backend,
         strict=options.strict,

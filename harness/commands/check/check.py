@@ -39,6 +39,7 @@ from degarble.harness.model.family import family_of
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.page import MANIFEST
+from degarble.harness.report.progress import size
 from degarble.harness.report.replay_record import PromptTexts, TextRecord
 from degarble.harness.report.verdict import AnswerLevel
 
@@ -438,8 +439,22 @@ def as_recorded(bound: BoundModel, capture: Capture) -> BoundModel:
 _MOSTLY = 4  # components with weights, of which more than half differ
 
 
+def left_out_of(capture: Capture) -> str:
+    """Say what a budget left out of a capture, and so nobody judged; empty without one."""
+    stated = capture.facts.get("budget")
+    if not stated:
+        return ""
+    blocks, tokens = (stated[f"{name}_left_out"] for name in ("layers", "tokens"))
+    sides = (("layers", blocks), ("tokens", tokens))
+    parts = [f"{word} {', '.join(side)}" for word, side in sides if side]
+    if not parts:
+        return ""
+    kept, whole = (size(stated[name]) for name in ("estimate", "whole"))
+    return f"A budget kept {kept} of {whole}. Not captured, so not judged: {'; '.join(parts)}."
+
+
 def _notes_of(capture: Capture, found: Localised) -> list[str]:
-    notes = []
+    notes = [left_out_of(capture)] if left_out_of(capture) else []
     if not capture.complete:
         notes.append("The capture is incomplete: its run ended before its time.")
     left_out = capture.facts.get("left_out")
@@ -672,6 +687,6 @@ def filter_of(seen: Capture) -> Filter:
     stated = seen.facts.get("filters")
     if not isinstance(stated, dict):
         return Filter()
-    words = [stated.get(name) for name in ("layers", "components", "tokens")]
+    words = [stated.get(name) for name in ("layers", "components", "tokens", "pieces")]
     lists = [word if isinstance(word, list) else [] for word in words]
     return Filter.from_options(*(",".join(map(str, each)) if each else None for each in lists))

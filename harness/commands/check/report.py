@@ -426,7 +426,10 @@ def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
 
 
 def _coverage(checked: CheckResult) -> dict[str, Any]:
-    return {} if checked.coverage is None else checked.coverage.document()
+    """Return what was recorded coarsely, and what a budget left out."""
+    stated = checked.capture.facts.get("budget")
+    found = {} if stated is None else {"budget": stated}
+    return found if checked.coverage is None else found | checked.coverage.document()
 
 
 _SHARES = (0.01, 0.1)  # of the rows of a component, for which the risk to miss a fault is stated

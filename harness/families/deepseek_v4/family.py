@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.capture import SequenceTokens, ValueCounts
+    from degarble.harness.capture.captured_size import SequenceTokens, ValueCounts
     from degarble.harness.capture.engine.maps import ComponentMap
     from degarble.harness.capture.modules import ModulePlace
     from degarble.harness.engine.budget.attention import ShareStatistics

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from degarble.harness.capture.capture import ValueCounts
+from degarble.harness.capture.captured_size import ValueCounts
 from degarble.harness.families.values import score_values, shared_counts
 from degarble.harness.model.config.config import compressor_windows
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from degarble.harness.capture.capture import SequenceTokens
+    from degarble.harness.capture.captured_size import SequenceTokens
     from degarble.harness.model.config.config import V4Config
     from degarble.harness.model.types import Block
 

@@ -142,6 +142,13 @@ SOUND: dict[str, Any] = {
     "config": {"hidden_size": 8},
     "recipe": [{"match": "*", "weight": "BF16", "activation": "BF16"}],
     "filters": {"layers": ["layers.0"], "components": None, "tokens": ["0-3"]},
+    "budget": {
+        "bytes": 9,
+        "estimate": 7,
+        "whole": 20,
+        "layers_left_out": ["1-2"],
+        "tokens_left_out": [],
+    },
     "statistics_only": False,
     "new_tokens": 4,
     "versions": {"torch": "2"},
