@@ -92,7 +92,7 @@ def planted(candidate: Tensor, twin: Tensor, budget: Budget) -> Tensor:
     return spoilt.reshape(candidate.shape)
 
 
-HEALTHY = [(recipe, "") for recipe in RECIPE_NAMES]
+HEALTHY = [pytest.param(recipe, "") for recipe in RECIPE_NAMES]
 HEALTHY += [
     pytest.param("nvfp4-full", source, marks=pytest.mark.slow if source != "vllm" else ())
     for source in ("transformers", "vllm", "rare")
