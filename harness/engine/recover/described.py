@@ -378,8 +378,9 @@ def _changes(row: RecoveredRow, name: str) -> str:
                 parts.append(f"holds the numbers of row {at}{of}")
             case RowGain(factor):
                 parts.append(f"is multiplied by {number(factor, 4)}" if factor else "is left out")
-    several = f", or of {row.others} others that explain it as well" if row.others else ""
-    return f"{' and '.join(parts)}{several}"
+    several = f", or of {row.others} others that explain it as well" if row.others > 1 else ""
+    one = ", or of one other that explains it as well" if row.others == 1 else ""
+    return f"{' and '.join(parts)}{several}{one}"
 
 
 def _bytes(row: RecoveredRow) -> str:

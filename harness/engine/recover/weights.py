@@ -39,6 +39,8 @@ MOST_ELEMENTS = 4  # of a row that are solved for one after the other
 NEAR = 6.0  # standard errors by which a recovered value may miss a code
 ROUNDED = 2.0**-10  # of a value, beside its standard error: what activations are rounded by
 MOST_PAIRED = 512  # elements of which every pair is tried
+TELLING_ROWS = 12  # by which most elements are ruled out
+MOST_ALIKE = 16  # elements that explain a row alike and are compared by their codes
 _COLLINEAR = 1e-9
 _TINY = 1e-300
 
@@ -259,30 +261,77 @@ class _Solver:
 
     def elements(self) -> dict[int, RecoveredRow]:
         """Solve for one element of each row, then for a few."""
-        x_TK = self._view.x
         found = {}
         for at in self._is_seen().nonzero().flatten().tolist():
-            row, fitted = self._row(at), self._fitted_TC[:, at]
-            weigh = 1 / self._allowed_TC[:, at]
-            chosen = _pursued(
-                (x_TK * weigh[:, None])[fitted], (self._gap_TC[:, at] * weigh)[fitted]
-            )
-            for columns, deltas, errors, others in chosen:
-                left = self._gap_TC[:, at] - x_TK[:, columns] @ deltas
-                if not bool((left.abs() <= self._allowed_TC[:, at]).all()):
-                    continue
-                fits = zip(columns, deltas.tolist(), errors.tolist(), strict=True)
-                changes = tuple(
-                    _element(self._view.weight, self._view.numbers, (row, column), (delta, error))
-                    for column, delta, error in fits
-                )
-                # Several numbers explain much by chance; codes, and no choice, do not.
-                if len(changes) == 1 or (
-                    not others and all(change.used_code is not None for change in changes)
-                ):
-                    found[row] = RecoveredRow(self._name, row, changes, others)
-                break
+            row = self._one_element(at) or self._few_elements(at)
+            if row is not None:
+                found[self._row(at)] = row
         return found
+
+    def _one_element(self, at: int) -> RecoveredRow | None:
+        """Find the element of which another number gives every row, and count those that also do.
+
+        What a healthy kernel may be off is a whole spacing and more, and a rounding is half of one:
+        codes that half of it allows are preferred.
+        """
+        narrow = self._alike(at, 0.5)
+        elements, count = narrow if any(_has_code(each) for each in narrow[0]) else self._alike(at)
+        if not elements:
+            return None
+        coded = [each for each in elements if _has_code(each)]
+        if coded and self._view.weight.is_quantised and count == len(elements):
+            count = len(coded)  # whatever was read of the others was a code
+        first = min(coded, key=lambda each: len(each.bits)) if coded else elements[0]
+        return RecoveredRow(self._name, self._row(at), (first,), count - 1)
+
+    def _alike(self, at: int, part: float = 1.0) -> tuple[list[Element], int]:
+        """Return the elements that explain a row alone, the best ones first, and their number.
+
+        Each row of outputs allows an interval of an element's change, by a part of what is allowed.
+        """
+        view, row = self._view, self._row(at)
+        gap_T, allowed_T = self._gap_TC[:, at], self._allowed_TC[:, at]
+        # By a few rows first: they rule nearly all of them out.
+        telling = (gap_T.abs() / allowed_T).topk(min(len(gap_T), TELLING_ROWS)).indices
+        columns = torch.arange(view.x.shape[1])
+        for rows in (telling, torch.arange(len(gap_T))):
+            x_TK = view.x[rows][:, columns]
+            low_K, high_K = _bounds(x_TK, gap_T[rows, None], part * allowed_T[rows, None])
+            kept = low_K <= high_K
+            columns, low_K, high_K = columns[kept], low_K[kept], high_K[kept]
+        x_TK = view.x[:, columns] / allowed_T[:, None]
+        gain_K = (x_TK.T @ (gap_T / allowed_T)).square() / x_TK.square().sum(0)
+        elements = [
+            _element(
+                view.weight, view.numbers, (row, int(columns[each])),
+                _Change.between(float(low_K[each]), float(high_K[each])),
+            )
+            for each in gain_K.argsort(descending=True, stable=True)[:MOST_ALIKE].tolist()
+        ]  # fmt: skip
+        return elements, len(columns)
+
+    def _few_elements(self, at: int) -> RecoveredRow | None:
+        """Solve for a few elements of a row, which have to be codes, and no others as well."""
+        x_TK, gap_T, allowed_T = self._view.x, self._gap_TC[:, at], self._allowed_TC[:, at]
+        row, fitted = self._row(at), self._fitted_TC[:, at]
+        chosen = _pursued((x_TK / allowed_T[:, None])[fitted], (gap_T / allowed_T)[fitted])
+        for columns, deltas, errors, others in chosen:
+            left = gap_T - x_TK[:, columns] @ deltas
+            if not bool((left.abs() <= allowed_T).all()):
+                continue
+            fits = zip(columns, deltas.tolist(), errors.tolist(), strict=True)
+            changes = tuple(
+                _element(
+                    self._view.weight, self._view.numbers, (row, column),
+                    _Change(delta, NEAR * error, 2 * error),
+                )
+                for column, delta, error in fits
+            )  # fmt: skip
+            # Several numbers explain much by chance; codes, and no choice, do not.
+            if not others and all(change.used_code is not None for change in changes):
+                return RecoveredRow(self._name, row, changes)
+            return None
+        return None
 
     def _fit(self, parts_TCB: Tensor) -> tuple[Tensor, Tensor]:
         """Return, for each column and part, the factor that explains most, and what is left."""
@@ -294,6 +343,35 @@ class _Solver:
         return across / along, gap.square().sum(0)[:, None] - across.square() / along
 
 
+def _has_code(element: Element) -> bool:
+    return element.used_code is not None
+
+
+class _Change(NamedTuple):
+    """What a number changed by, how far off that may be, and how far off it likely is."""
+
+    delta: float
+    reach: float
+    error: float
+
+    @classmethod
+    def between(cls, low: float, high: float) -> _Change:
+        """Return the change of which only two bounds are known."""
+        return cls((low + high) / 2, (high - low) / 2, (high - low) / 2)
+
+
+def _bounds(x_TK: Tensor, gap_T1: Tensor, allowed_T1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by how much at least and at most each element changed, if it alone explains a gap."""
+    ends = torch.stack([(gap_T1 - allowed_T1) / x_TK, (gap_T1 + allowed_T1) / x_TK])
+    low_TK, high_TK = ends.amin(0), ends.amax(0)
+    # An input of zero tells nothing of its element, and rules it out where the output is wrong.
+    end = torch.where(gap_T1.abs() <= allowed_T1, torch.inf, -torch.inf)
+    low_TK, high_TK = (
+        torch.where(x_TK == 0, sign * end, side) for sign, side in ((-1, low_TK), (1, high_TK))
+    )
+    return low_TK.amax(0), high_TK.amin(0)
+
+
 def _every_other(wrong_TC: Tensor) -> Tensor:
     """Choose every other wrong row of each column, and every other one that is right."""
     before = wrong_TC.cumsum(0) - 1, (~wrong_TC).cumsum(0) - 1
@@ -301,7 +379,7 @@ def _every_other(wrong_TC: Tensor) -> Tensor:
 
 
 def _pursued(x_TK: Tensor, gap_T: Tensor) -> Iterator[tuple[list[int], Tensor, Tensor, int]]:
-    """Yield sets of columns that may explain a gap: one, the best pair, then one more each time.
+    """Yield sets of columns that may explain a gap: the best pair, then one more each time.
 
     With each set come its values, their standard errors, and how many other columns would explain
     the gap as well in place of the last one. Rows bound how many may be solved for.
@@ -319,7 +397,8 @@ def _pursued(x_TK: Tensor, gap_T: Tensor) -> Iterator[tuple[list[int], Tensor, T
         values = torch.linalg.lstsq(x, gap_T[:, None]).solution[:, 0]
         left = gap_T - x @ values
         errors = torch.linalg.pinv(x.T @ x).diagonal().clamp(min=0).sqrt()
-        yield list(chosen), values, errors, max(0, as_well)
+        if count > 1:
+            yield list(chosen), values, errors, max(0, as_well)
 
 
 def _best_pair(x_TK: Tensor, gap_T: Tensor) -> list[int]:
@@ -378,15 +457,13 @@ def _values(form: NumberFormat) -> Tensor:
     return decode_array(torch.arange(form.code_count), form).double()
 
 
-def _element(
-    weight: Weight, w_NK: Tensor, at: tuple[int, int], fit: tuple[float, float]
-) -> Element:
+def _element(weight: Weight, w_NK: Tensor, at: tuple[int, int], change: _Change) -> Element:
     row, column = at
-    delta, error = fit
+    delta = change.delta
     stored = float(w_NK[row, column])
     wanted = stored + delta
     # A run may round what it decodes to BF16.
-    slack = NEAR * error + ROUNDED * (abs(delta) + abs(wanted) + abs(stored))
+    slack = change.reach + ROUNDED * (abs(delta) + abs(wanted) + abs(stored))
     if weight.is_quantised:
         tensor = weight.quantised()
         numbers = _values(tensor.format.element)
@@ -397,7 +474,7 @@ def _element(
     else:
         plain, numbers = _plain_codes(weight, row, column)
         if plain is None:
-            return Element(column, stored, wanted, error=2 * error)
+            return Element(column, stored, wanted, error=change.error)
         code = plain
     # Of codes that fit, the one with fewest other bits; a code of the same number is no change.
     far = (numbers - wanted).abs().nan_to_num(torch.inf)
@@ -405,7 +482,7 @@ def _element(
                if abs(float(numbers[each]) - stored) > abs(delta) / 4]  # fmt: skip
     codes = {each if weight.is_quantised else code ^ (1 << each): each for each in fitting}
     if not codes:
-        return Element(column, stored, wanted, error=2 * error)
+        return Element(column, stored, wanted, error=change.error)
     ranked = sorted(codes, key=lambda each: ((each ^ code).bit_count(), float(far[codes[each]])))
     fewest = [c for c in ranked if (c ^ code).bit_count() == (ranked[0] ^ code).bit_count()]
     value = float(numbers[codes[ranked[0]]])

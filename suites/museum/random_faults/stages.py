@@ -19,7 +19,12 @@ from degarble.harness.engine.faults.model_faults import ComponentContext
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun, by_component
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.number_formats import FP8_128X128_F32, MXFP4, NVFP4
+from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
+    FP8_128X128_F32,
+    MXFP4,
+    NVFP4,
+)
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import component_named
@@ -52,7 +57,10 @@ TRACED = (
     "gpt_oss bf16", "lfm2 bf16", "qwen3_next bf16", "llama nvfp4", "llama fp8", "qwen2 mxfp4",
 )  # fmt: skip
 STAGES = (*OURS, *TRACED)
-_STORED = {"nvfp4": NVFP4, "fp8": FP8_128X128_F32, "mxfp4": MXFP4}
+_STORED = {
+    "nvfp4": NVFP4, "fp8": FP8_128X128_F32, "mxfp4": MXFP4, "int8": BLOCK_FORMATS["INT8_G32"],
+    "int4": BLOCK_FORMATS["UINT4_G32"],
+}  # fmt: skip
 _WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # more than one block
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 8}, "gemma3_text": {"sliding_window": 8},
