@@ -296,7 +296,7 @@ class ModelFamily:
         """Return the kernels of roles that this family computes in a form of its own."""
         return _NOTHING
 
-    def graph_decoder(self, kernels: Any, bound: Any, recipe: Recipe, size: tuple[int, int]) -> Any:
+    def graph_decoder(self, kernels: Any, bound: Any, recipe: Recipe, size: Any) -> Any:
         """Return whole layers of kernels, for a number of lanes and of positions."""
         del kernels, bound, recipe, size
         raise self.lacks("whole layers of kernels", "Leave --graph out.")

@@ -69,6 +69,7 @@ class QuantiseProblem:
     experts: int = 0  # 0: one scale for all rows; else each expert has its own
     keeps_values: bool = False  # whether the bfloat16 values are written too
     limit: float | None = None  # of the SwiGLU in front; None clamps nothing
+    decoded: bool = False  # write codes times block scales as BF16, in place of both
 
     def __post_init__(self) -> None:
         if not 0 <= self.rows < LARGEST_ROWS or self.columns < 1 or self.columns % BLOCK:
@@ -91,6 +92,14 @@ class QuantiseProblem:
                 self.limit,
                 "a positive BF16 number, and a SwiGLU that it clamps",
                 "Leave it out where nothing is clamped.",
+            )
+        told = (self.layout, self.experts, self.keeps_values)
+        if self.decoded and told != (LINEAR.name, 0, False):
+            raise InvalidArgument(
+                "decoded values of a quantisation",
+                f"layout {told[0]}, {told[1]} experts, keeps_values={told[2]}",
+                f"layout {LINEAR.name}, one scale for all rows, no other values",
+                "Ask for codes, or for decoded values alone.",
             )
 
     @property
@@ -119,6 +128,8 @@ class QuantiseProblem:
         """Return the fewest bytes that have to be read and written: every input and output once."""
         numbers = self.rows * self.columns
         read = 2 * self.rows * self.input_columns
+        if self.decoded:
+            return read + 2 * numbers
         kept = 2 * numbers * self.keeps_values
         return read + numbers // 2 + self.scale_bytes + kept
 
@@ -133,6 +144,7 @@ class QuantiseForm:
     keeps_values: bool
     limit: float | None
     target: str
+    decoded: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,7 @@ def choose_form(problem: QuantiseProblem, target: str) -> QuantiseForm:
         keeps_values=problem.keeps_values,
         limit=problem.limit,
         target=target,
+        decoded=problem.decoded,
     )
 
 
@@ -202,7 +215,7 @@ def place_of(tile: Any, lane: Any, warp: Any, layout: str) -> tuple[Any, Any]:
 
 def resident_blocks(form: QuantiseForm) -> int:
     """Return the number of thread blocks that a processor is expected to hold at once."""
-    if form.keeps_values:
+    if form.keeps_values or form.decoded:
         return 4
     if form.source == SWIGLU.name:
         return 5

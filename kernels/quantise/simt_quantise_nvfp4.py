@@ -1,8 +1,11 @@
 """Quantise BF16 to NVFP4 with canonical numerics: packed codes, block scales, zeroed padding.
 
 codes [M, P], E4M3 scales per block of 16 in their layout, padding included. Forms (QuantiseForm):
-plain, after a clamped SwiGLU of gate and up halves, with a decode scale per expert's rows, and with
-the quantised values written as well. One source for sm_90a and sm_100a, no tensor cores.
+plain, after a clamped SwiGLU of gate and up halves, with a decode scale per expert's rows, with the
+values that are quantised written as well, and decoded: what codes and block scales stand for, in
+place of both. That is exact in BF16: a code has two significant bits, a scale four, and their
+product lies between 2**-10 and 2688; the tensor's decode scale is no part of it. One source for
+sm_90a and sm_100a, no tensor cores.
 One thread per block of 16: reads 32 bytes, writes 8 bytes of codes and one scale. A thread block
 walks down the rows of one column of tiles. The encoding factor of a block needs two divisions and
 depends on the scale's code alone, so each thread block first fills a table of 128 factors in shared
@@ -28,6 +31,7 @@ from degarble.kernels.primitives.device_words import (
     block_amax,
     code_words,
     loaded,
+    nvfp4_values,
     scale_code_of,
     scaling_of,
     store,
@@ -58,11 +62,12 @@ class QuantiseTensors(NamedTuple):
     codes: Any
     scales: Any
     kept: Any
+    decoded: Any = None
 
 
 def tensors_of(pointers: tuple[Any, ...]) -> QuantiseTensors:
-    """View the six pointers; kernels check rows and blocks, these layouts have no bounds."""
-    shapes = (BLOCK_WORDS, 0, 0, BLOCK_WORDS // 4, 0, BLOCK_WORDS)
+    """View six or seven pointers; kernels check rows and blocks, these layouts have no bounds."""
+    shapes = (BLOCK_WORDS, 0, 0, BLOCK_WORDS // 4, 0, BLOCK_WORDS, BLOCK_WORDS)[: len(pointers)]
     flat = 1 << 30
     return QuantiseTensors(
         *(
@@ -103,7 +108,12 @@ def quantise_at(
         factor = scaling.factors[scale_code & 0x7F]
     row, block, blocks = (Int64(number) for number in place)
     index = row * blocks + block
-    store(tensors.codes, index, code_words(words, factor, form.target))
+    codes = code_words(words, factor, form.target)
+    if form.decoded:
+        halves = [nvfp4_values(word, scale_code) for word in codes]
+        store(tensors.decoded, index, halves[0] + halves[1])
+        return scale_code
+    store(tensors.codes, index, codes)
     if form.keeps_values:
         store(tensors.kept, index, words)
     return scale_code
@@ -157,9 +167,10 @@ def quantise_kernel(
             if cutlass.const_expr(form.by_expert):
                 scaling = scaling_of(tensors.decode_scale[expert], sFactors)
             scale_code = quantise_at(tensors, (row, block, blocks), scaling, form)
-        # Padding of the scales is written as zeros.
-        if (row < padded_rows) & (block < padded):
-            tensors.scales[layout.offset_of(row, block, rows, blocks)] = Uint8(scale_code)
+        if cutlass.const_expr(not form.decoded):  # noqa: SIM102  traced
+            # Padding of the scales is written as zeros.
+            if (row < padded_rows) & (block < padded):
+                tensors.scales[layout.offset_of(row, block, rows, blocks)] = Uint8(scale_code)
 
 
 @cute.jit
@@ -200,14 +211,20 @@ _BY_EXPERT = Presence[QuantiseProblem](
 _KEEPS_VALUES = Presence[QuantiseProblem](
     lambda p: p.keeps_values, "Allocate with KERNEL.allocate."
 )
+_WRITES_CODES = Presence[Any](
+    lambda of: not of.decoded, "Decoded values are in place of codes and scales."
+)
+_DECODED = Presence[Any](
+    lambda of: of.decoded, "Ask for decoded=True, and allocate with KERNEL.allocate."
+)
 KERNEL = Kernel[QuantiseProblem, QuantiseForm](
     entry=launch_quantise,
     operands=(
         _Operand("values", _VALUES, lambda p: (p.rows, p.input_columns)),
         _Operand("decode_scale", _SCALE, lambda p: (max(1, p.experts),), checked=as_vector),
         _Operand("offsets", _OFFSETS, lambda p: (p.experts + 1,), _BY_EXPERT),
-        _Operand("codes", _CODES, lambda p: (p.rows, p.columns // 2), output=True),
-        _Operand("scales", _SCALES, lambda p: (p.scale_bytes,), output=True),
+        _Operand("codes", _CODES, lambda p: (p.rows, p.columns // 2), _WRITES_CODES, output=True),
+        _Operand("scales", _SCALES, lambda p: (p.scale_bytes,), _WRITES_CODES, output=True),
         _Operand(
             "kept",
             _VALUES,
@@ -215,6 +232,14 @@ KERNEL = Kernel[QuantiseProblem, QuantiseForm](
             _KEEPS_VALUES,
             output=True,
             label="values to write",
+        ),
+        _Operand(
+            "decoded",
+            _VALUES,
+            lambda p: (p.rows, p.columns),
+            _DECODED,
+            output=True,
+            passed=False,
         ),
     ),
     choose_form=facts.choose_form,

@@ -112,8 +112,14 @@ def _gemm_nvfp4(p: Any, t: Given) -> Made:
 def _w4a16(p: Any, t: Given) -> Made:
     require_tensor("activations", t["x"], BF16, (p.rows, p.columns), 16)
     require_tensor("codes", t["codes"], U8, (p.outputs, p.columns // 2), 16)
-    require_tensor("scales", t["scales"], U8, (p.outputs, p.columns // 16), 16)
-    weight = _decoded(t["codes"], t["scales"], torch.ones(()))
+    scales = t["scales"]
+    if p.layout == LINEAR.name:
+        require_tensor("scales", scales, U8, (p.outputs, p.columns // 16), 16)
+    else:
+        require_tensor("scales", scales, U8, (p.scale_bytes,), 16)
+        scales = from_layout(scales, SWIZZLE_128X4, p.outputs, p.columns // 16)
+    require_tensor("decode scale", t["decode_scale"], F32, (1,), 4)
+    weight = _decoded(t["codes"], scales, torch.ones(()))
     return (((t["x"].float() @ weight.T) * t["decode_scale"]).to(BF16),)
 
 
@@ -157,6 +163,8 @@ def _quantise(p: Any, t: Given) -> Made:
             scale = t["decode_scale"][number]
             made = quantise(x[begin:end].float(), NVFP4, CANONICAL, decode_scale=scale)
             codes[begin:end], scales[begin:end] = made.codes, made.block_scale
+    if p.decoded:
+        return (_decoded(codes, scales, torch.ones(())).to(BF16),)
     if p.layout != LINEAR.name:
         scales = to_layout(scales, SWIZZLE_128X4)
     return codes, scales.flatten(), *([x] if p.keeps_values else [])

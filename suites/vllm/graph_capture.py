@@ -33,6 +33,7 @@ import torch
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
 from degarble.harness.backends.graph.decoder import Decoder, DecoderLogitsModel
+from degarble.harness.backends.graph.matrices import FEW_ROWS, TILES
 from degarble.harness.capture.capture import CaptureSettings
 from degarble.harness.capture.decoding import decoding_captured, layer_facts
 from degarble.harness.capture.files.reader import Capture
@@ -227,9 +228,18 @@ def norm_moved(decoder: Decoder) -> None:
     weight.copy_(weight.roll(1))
 
 
+def factor_doubled(decoder: Decoder) -> None:
+    """Double what folds both tensor scales of a product of few rows in layer 1."""
+    factor = decoder.layers[1].attn.wq_b.factor
+    assert factor is not None, "the graph was built for few rows"
+    factor.mul_(2)
+
+
 OUR_RUNS = {
     "ours healthy": LoaderRun(_OURS),
     "ours norm": LoaderRun(_OURS, norm_moved, ("attn.q_norm",)),
+    "few rows healthy": LoaderRun(_OURS),
+    "few rows factor": LoaderRun(_OURS, factor_doubled, ("attn.wq_b",)),
 }
 
 
@@ -245,7 +255,8 @@ def capture_ours(out: Path, name: str, kernels: Any) -> dict[str, Any]:
     run, place = OUR_RUNS[name], _place(out, name)
     with open_model(out / _OURS, switches=CONVENTIONS) as model, torch.inference_mode():
         bound, on_gpu = model.logits_model.bound, kernels.device.type == "cuda"
-        decoder = Decoder.from_model(kernels, bound, model.recipe, lanes=3, positions=192)
+        products = FEW_ROWS if name.startswith("few rows") else TILES
+        decoder = Decoder.from_model(kernels, bound, model.recipe, 3, 192, products=products)
         if run.plant is not None:
             run.plant(decoder)
         facts = layer_facts(out / _OURS, model, CaptureSettings(backend="cutedsl"))

@@ -249,6 +249,7 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "sm90_gemm_w4a16": _w4a16_tactic,
     "simt_quantise_nvfp4": lambda p, _: (
         f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
+        f"{', decoded' if p.decoded else ''}"
     ),
     "simt_quantise_fp8": lambda p, _: (
         f"{p.source}{', turned back' if p.turned else ''}, {p.scales}"

@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.backends.graph.layers import V4Steps, V32Steps
-from degarble.harness.backends.graph.matrices import widely
-from degarble.harness.backends.graph.steps import MemorySize, latent_memory_of, memory_of
+from degarble.harness.backends.graph.matrices import TILES, require_products, widely
+from degarble.harness.backends.graph.steps import (
+    DecoderSize,
+    MemorySize,
+    latent_memory_of,
+    memory_of,
+)
 from degarble.harness.backends.graph.weights import V4Layout, V32Layout
 from degarble.harness.backends.pairings import Paired
 from degarble.harness.base.errors import InvalidArgument, NotBuilt
@@ -74,27 +79,39 @@ class Decoder:
 
     @classmethod
     def from_model(
-        cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, lanes: int, positions: int
+        cls,
+        kernels: Kernels,
+        bound: BoundModel,
+        recipe: Recipe,
+        lanes: int,
+        positions: int,
+        *,
+        products: str = TILES,
     ) -> Decoder:
-        """Lay out a bound model's weights, and allocate its memory."""
+        """Lay out a bound model's weights, and allocate its memory.
+
+        `products` says how NVFP4 activations meet NVFP4 weights: by tiles, or as few rows of at
+        most 16 lanes. It is decided here, so a row's bits do not depend on its company.
+        """
+        require_products(products, lanes)
         if kernels.target != SM90A.name:
             raise NotBuilt(
                 "target of a decoder", kernels.target, SM90A.name,
                 "Leave --graph out: what a layer launches has this form.",
             )  # fmt: skip
-        size = lanes, positions
+        size = DecoderSize(lanes, positions, products)
         made: Decoder = family_of(bound.config).graph_decoder(kernels, bound, recipe, size)
         return made
 
     @classmethod
     def of_v4(
-        cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, size: tuple[int, int]
+        cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, size: DecoderSize
     ) -> Decoder:
         """Lay out a V4 model."""
         config: Any = bound.config
         switches = bound.numerics.switches
-        room = MemorySize(*size, config.sliding_window, entry_of(switches))
-        laying = V4Layout(bound, config, recipe, kernels.device)
+        room = MemorySize(*size[:2], config.sliding_window, entry_of(switches))
+        laying = V4Layout(bound, config, recipe, kernels.device, size.products)
         layers = [laying.layer(block) for block in config.layers]
         memories = [
             memory_of(
@@ -102,23 +119,23 @@ class Decoder:
             )
             for layer in layers
         ]
-        return cls(V4Steps(kernels, config, switches, room), laying.ends(), layers, memories)
+        steps = V4Steps(kernels, config, switches, room, size.products)
+        return cls(steps, laying.ends(), layers, memories)
 
     @classmethod
     def of_v32(
-        cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, size: tuple[int, int]
+        cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, size: DecoderSize
     ) -> Decoder:
         """Lay out a V3.2 model."""
         config: Any = bound.config
         switches = bound.numerics.switches
         # Every token has an entry: the window of a token is its own slot.
-        room = MemorySize(*size, 1, entry_of(switches, _ENTRIES_V32))
-        laying = V32Layout(bound, config, recipe, kernels.device)
+        room = MemorySize(*size[:2], 1, entry_of(switches, _ENTRIES_V32))
+        laying = V32Layout(bound, config, recipe, kernels.device, size.products)
         layers = [laying.layer(block) for block in config.layers]
         memories = [latent_memory_of(room, kernels.device) for _ in layers]
-        steps, prompts = (
-            V32Steps(kernels, config, switches, room, rows) for rows in (size[0], PIECE)
-        )
+        steps = V32Steps(kernels, config, switches, room, size.lanes, size.products)
+        prompts = V32Steps(kernels, config, switches, room, PIECE)  # many rows: always tiles
         ends = laying.ends()
         return cls(steps, ends, layers, memories, cls(prompts, ends, layers, memories))
 

@@ -10,10 +10,10 @@ import torch
 
 from degarble.harness.backends.cutedsl.attention import by_head
 from degarble.harness.backends.graph.matrices import (
+    TILES,
     CodedGroups,
     coded_product,
     dense_product,
-    multiply,
     widely,
 )
 from degarble.harness.backends.graph.steps import PAGE, STEP, DecoderSteps, widened
@@ -83,9 +83,14 @@ class V4Steps(DecoderSteps):
     """V4's layers, one row a lane."""
 
     def __init__(
-        self, kernels: Kernels, config: V4Config, switches: Switches, room: MemorySize
+        self,
+        kernels: Kernels,
+        config: V4Config,
+        switches: Switches,
+        room: MemorySize,
+        products: str = TILES,
     ) -> None:
-        super().__init__(kernels, config, switches, room, room.lanes)
+        super().__init__(kernels, config, switches, room, room.lanes, products)
         self.config = config
 
     def run_layers(
@@ -207,7 +212,7 @@ class V4Steps(DecoderSteps):
         return self._product("attn.wo_b", w.wo_b, self._turned_back(w, out, table))
 
     def _product(self, role: str, matrix: Matrix, x: Tensor) -> Tensor:
-        out = multiply(self.kernels, matrix, x)
+        out = self.multiply(matrix, x)
         self.shown(role, x=x, out=out)
         return out
 
@@ -279,7 +284,7 @@ class V4Steps(DecoderSteps):
         """Return latents, then gates, in float32."""
         if weights.joined is not None:
             return widely(self.kernels, weights.joined, x)
-        return widened([multiply(self.kernels, matrix, x) for matrix in weights.apart])
+        return widened([self.multiply(matrix, x) for matrix in weights.apart])
 
     def _write_entries(
         self,
@@ -376,9 +381,15 @@ class V32Steps(DecoderSteps):
     """V3.2's layers: one row a lane in decoding, any rows of any lanes in a prompt."""
 
     def __init__(
-        self, kernels: Kernels, config: V32Config, switches: Switches, room: MemorySize, rows: int
+        self,
+        kernels: Kernels,
+        config: V32Config,
+        switches: Switches,
+        room: MemorySize,
+        rows: int,
+        products: str = TILES,
     ) -> None:
-        super().__init__(kernels, config, switches, room, rows)
+        super().__init__(kernels, config, switches, room, rows, products)
         self.config = config
         self._scale = softmax_scale(config)
         self._latent_epsilon = switches.latent_epsilon(config.rms_norm_eps)
@@ -436,9 +447,9 @@ class V32Steps(DecoderSteps):
     ) -> Tensor:
         w, c = weights.attn, self.config
         table = self.rope_table(weights.rope)
-        qr = self.normed(w.q_norm, multiply(self.kernels, w.wq_a, x), self._latent_epsilon)
-        heads = multiply(self.kernels, w.wq_b, qr).reshape(len(x), c.num_attention_heads, -1)
-        self._write_row(w, memory, own, (multiply(self.kernels, w.wkv_a, x), table))
+        qr = self.normed(w.q_norm, self.multiply(w.wq_a, x), self._latent_epsilon)
+        heads = self.multiply(w.wq_b, qr).reshape(len(x), c.num_attention_heads, -1)
+        self._write_row(w, memory, own, (self.multiply(w.wkv_a, x), table))
         chosen = self._chosen(w.indexer, memory, own, (x, qr))
         slots = self.slots(CHOSEN, chosen.shape[1], EVERY, chosen)[0]
         keys = KeyList(chosen.shape[1], self.room.pages(EVERY, WITH_KEY))
@@ -450,7 +461,7 @@ class V32Steps(DecoderSteps):
             "sm90_sparse_attention", problem, q=self._query(w, heads, table), sink=None,
             window_slots=slots, window_cache=memory.rows,
         )[0]  # fmt: skip
-        return multiply(self.kernels, w.wo, by_head(self.kernels, out, w.value))
+        return self.multiply(w.wo, by_head(self.kernels, out, w.value))
 
     def _query(self, w: LatentWeights, heads: Tensor, table: Tensor) -> Tensor:
         """Multiply heads by their key matrices, and append their rotated parts: [B, H, 576]."""
@@ -482,7 +493,7 @@ class V32Steps(DecoderSteps):
     ) -> Tensor:
         """Return the indices of the chosen tokens int32 [B, K], ascending, padded with -1."""
         (x, qr), run, positions = given, self.kernels.run, self.lanes.positions
-        key = multiply(self.kernels, w.wk, x)[:, None]
+        key = self.multiply(w.wk, x)[:, None]
         more: dict[str, Any] = {"weight": w.norm, "bias": w.bias}
         keys = self.room.pages(EVERY, KEY_WIDTH, "bf16")
         run(
@@ -490,7 +501,7 @@ class V32Steps(DecoderSteps):
             values=self._operand(key, **more).flatten(1), slots=own, cache=memory.keys,
         )  # fmt: skip
         heads = self.config.index_n_heads
-        q = multiply(self.kernels, w.wq_b, qr).reshape(len(x), heads, KEY_WIDTH)
+        q = self.multiply(w.wq_b, qr).reshape(len(x), heads, KEY_WIDTH)
         of_heads = widely(self.kernels, w.weights, x)
         columns, lanes = self.room.columns(EVERY), self.room.lanes
         pages = KeyPages("bf16", PAGE, keys.count)

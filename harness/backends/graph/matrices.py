@@ -23,10 +23,12 @@ from degarble.harness.backends.cutedsl.linears import (
     nvfp4_parts,
     require_group_rows,
 )
+from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
 from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem, turns_first
 from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
+from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 
 if TYPE_CHECKING:
@@ -42,6 +44,24 @@ GROUPED_FP8 = "sm90_gemm_grouped_fp8"
 TILE_OF_FP8 = 128  # rows of weights that share a scale
 STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 
+# How a graph multiplies NVFP4 by NVFP4, chosen when it is built. Tiles: codes by the GEMM. Few
+# rows: activations are quantised and decoded, exactly, and W4A16 multiplies them; the arithmetic is
+# that of the recipe, and sums have W4A16's stated order. A row's bits depend on the choice, and not
+# on how many rows a graph has.
+TILES, FEW_ROWS = PRODUCTS = ("tiles", "few-rows")
+MOST_ROWS = 16  # up to which W4A16 has its form for decoding: docs/design-notes/w4a16_kernel.md
+
+
+def require_products(products: str, rows: int) -> None:
+    """Raise for a choice that does not exist, or few rows where there are many."""
+    if products not in PRODUCTS:
+        raise UnknownName.among("products of a decoder", products, PRODUCTS)
+    if products == FEW_ROWS and rows > MOST_ROWS:
+        raise InvalidArgument(
+            f"lanes of a decoder with products={FEW_ROWS!r}", rows, f"at most {MOST_ROWS}",
+            f"Make a decoder with fewer lanes, or with products={TILES!r}.",
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -50,6 +70,7 @@ class Matrix:
     kernel: LinearKernel
     operands: Mapping[str, Tensor]
     input_scale: Tensor | None = None  # float32 [1], of NVFP4 activations
+    factor: Tensor | None = None  # float32 [1], of W4A16 on decoded activations
 
     @property
     def outputs(self) -> int:
@@ -75,6 +96,48 @@ def matrix_of(part: ComponentPart, name: str, weights: Mapping[str, Weight], dev
     return Matrix(kernel, operands, input_scale_of([weight], name).to(device))
 
 
+def for_few_rows(matrix: Matrix, name: str) -> Matrix:
+    """Return an NVFP4 matrix with the factor of its few-rows product; others as they are.
+
+    Both tensor scales are folded into one, as the GEMM multiplies them.
+    """
+    if matrix.kernel.kernel != NVFP4:
+        return matrix
+    assert matrix.input_scale is not None, "NVFP4 activations have a scale"
+    factor = matrix.input_scale * matrix.operands["b_decode_scale"]
+    if not (factor.isfinite() & (factor.abs() >= torch.finfo(torch.float32).tiny)).all():
+        raise NoKernelError(
+            f"the product of both tensor scales of {name}, {factor.item():g}, is no normal number"
+        )
+    few_rows_problem(matrix, 1)
+    return replace(matrix, factor=factor)
+
+
+def few_rows_problem(matrix: Matrix, rows: int) -> W4A16Problem:
+    """Return W4A16's problem for an NVFP4 matrix as its GEMM has it."""
+    problem: Any = matrix.kernel.problem
+    return W4A16Problem(rows, problem.columns, problem.inner, SWIZZLE_128X4.name)
+
+
+def decoded_rows(
+    kernels: Kernels, x_MK: Tensor, scale: Tensor, gating: QuantiseProblem | None = None
+) -> Tensor:
+    """Quantise rows to NVFP4, after SwiGLU if a problem says so; return them without the scale."""
+    rows, columns = x_MK.shape
+    problem = gating or QuantiseProblem(rows, columns, LINEAR.name, decoded=True)
+    return kernels.run("simt_quantise_nvfp4", problem, values=x_MK, decode_scale=scale)[0]
+
+
+def few_rows_product(kernels: Kernels, matrix: Matrix, decoded_MK: Tensor) -> Tensor:
+    """Multiply decoded rows by an NVFP4 matrix: BF16 [M, N]."""
+    assert matrix.factor is not None, "laid out for few rows"
+    operands = matrix.operands
+    return kernels.run(
+        W4A16, few_rows_problem(matrix, len(decoded_MK)), x=decoded_MK, codes=operands["b"],
+        scales=operands["b_scales"], decode_scale=matrix.factor,
+    )[0]  # fmt: skip
+
+
 def nvfp4_on(device: Any, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
     """Return codes, scales in a layout, and the decode scale [1], on the device."""
     return tuple(own(part.to(device)) for part in nvfp4_parts(weight, layout))
@@ -88,9 +151,12 @@ def input_scale_of(weights: Sequence[Weight], name: str) -> Tensor:
     return torch.stack([tensor.float().reshape(()) for tensor in known]).amax().reshape(1)
 
 
-def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor) -> Tensor:
+def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor, products: str = TILES) -> Tensor:
     """Quantise rows as the matrix requires, and multiply: BF16 [M, N]."""
     kernel, (rows, inner) = matrix.kernel, x_MK.shape
+    if products == FEW_ROWS and kernel.kernel == NVFP4:
+        assert matrix.input_scale is not None, "NVFP4 activations have a scale"
+        return few_rows_product(kernels, matrix, decoded_rows(kernels, x_MK, matrix.input_scale))
     if kernel.kernel == BF16:
         given: dict[str, Tensor | None] = {"a": x_MK}
     elif kernel.kernel == W4A16:
@@ -152,9 +218,13 @@ def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
 
 @dataclass(frozen=True)
 class Experts:
-    """Stacked NVFP4 experts as sm90_moe_nvfp4 reads them: the tensors of both products."""
+    """Stacked NVFP4 experts as sm90_moe_nvfp4 reads them: the tensors of both products.
+
+    `alone` has gate, up and down of a single expert for products of few rows, in the same memory.
+    """
 
     tensors: Mapping[str, Tensor]
+    alone: tuple[Matrix, ...] = ()
 
 
 def experts_of(
@@ -178,6 +248,38 @@ def experts_of(
             made[f"{name}_{part}"] = own(stacked.squeeze(-1) if part == "decode_scale" else stacked)
         made[f"{name}_input_scale"] = own(torch.cat(scales[name]).to(device))
     return Experts(made)
+
+
+def alone_for_few_rows(experts: Experts, name: str) -> Experts:
+    """Return a single expert with its matrices for products of few rows."""
+    found = []
+    for product, leading in (("w13", (0, 0)), ("w13", (0, 1)), ("w2", (0,))):
+        codes, scales, decode = (
+            experts.tensors[f"{product}_{part}"][leading]
+            for part in ("codes", "scales", "decode_scale")
+        )
+        problem = GemmProblem(1, codes.shape[0], codes.shape[1] * 2, "nvfp4", "e4m3")
+        operands = {"b": codes, "b_scales": scales, "b_decode_scale": decode.reshape(1)}
+        scale = experts.tensors[f"{product}_input_scale"][:1]
+        matrix = Matrix(LinearKernel(NVFP4, problem), operands, scale)
+        found.append(for_few_rows(matrix, f"{name}{product}"))
+    return replace(experts, alone=tuple(found))
+
+
+def few_rows_expert(
+    kernels: Kernels, matrices: Sequence[Matrix], x_MK: Tensor, limit: float | None
+) -> Tensor:
+    """Compute a single expert: two products, SwiGLU, a product; roundings are the expert's own."""
+    gate, up, down = matrices
+    assert gate.input_scale is not None, "gate and up share a scale"
+    assert down.input_scale is not None, "NVFP4 activations have a scale"
+    x = decoded_rows(kernels, x_MK, gate.input_scale)
+    # Trap: torch joins the halves; W4A16 has one tensor scale a launch, and gate and up have two.
+    halves = torch.cat([few_rows_product(kernels, matrix, x) for matrix in (gate, up)], dim=1)
+    gating = QuantiseProblem(
+        len(x), gate.outputs, LINEAR.name, "swiglu", limit=limit, decoded=True
+    )  # fmt: skip
+    return few_rows_product(kernels, down, decoded_rows(kernels, halves, down.input_scale, gating))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.backends.graph.matrices import Experts, multiply, widely
+from degarble.harness.backends.graph.matrices import (
+    FEW_ROWS,
+    TILES,
+    Experts,
+    few_rows_expert,
+    multiply,
+    require_products,
+    widely,
+)
 from degarble.harness.backends.graph.weights import table_of_turns
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.layouts import ceil_div
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.backends.cutedsl.kernels import Kernels
+    from degarble.harness.backends.graph.matrices import Matrix
     from degarble.harness.backends.graph.weights import Gated, NormWeight, RoutedWeights
     from degarble.harness.model.types import Block, Rope
     from degarble.references.numerics import Switches
@@ -77,6 +86,14 @@ class MemorySize:
     def pages(self, ratio: int, width: int = WIDTH, entry: str | None = None) -> Pages:
         """Describe the cache of all lanes; by default latent rows in the room's own format."""
         return Pages(entry or self.entry, PAGE, self.lanes * self.pages_of_lane(ratio), width=width)
+
+
+class DecoderSize(NamedTuple):
+    """What a decoder is built for: lanes, positions of each, and how it multiplies NVFP4."""
+
+    lanes: int
+    positions: int
+    products: str = TILES
 
 
 @dataclass(frozen=True)
@@ -219,9 +236,17 @@ class DecoderSteps(ABC):
     """Layers of one model over one memory; `rows` are tokens of a step."""
 
     def __init__(
-        self, kernels: Kernels, config: Any, switches: Switches, room: MemorySize, rows: int
+        self,
+        kernels: Kernels,
+        config: Any,
+        switches: Switches,
+        room: MemorySize,
+        rows: int,
+        products: str = TILES,
     ) -> None:
+        require_products(products, rows)
         self.kernels, self.room, self.rows = kernels, room, rows
+        self.products = products  # how NVFP4 is multiplied by NVFP4: matrices.PRODUCTS
         self.switches = switches
         self.lanes = Lanes.at_rest(rows, getattr(config, "hc_mult", 1), kernels.device)
         self._of = config
@@ -274,6 +299,10 @@ class DecoderSteps(ABC):
 
     # ---- parts that every layer has --------------------------------------------------------------
 
+    def multiply(self, matrix: Matrix, x: Tensor) -> Tensor:
+        """Multiply rows by a matrix, NVFP4 as the graph was built to."""
+        return multiply(self.kernels, matrix, x, self.products)
+
     def normed(self, norm: NormWeight, x: Tensor, epsilon: float | None = None) -> Tensor:
         """Apply RMSNorm, with the config's epsilon unless another is given."""
         rows, columns = x.shape
@@ -321,19 +350,21 @@ class DecoderSteps(ABC):
     def gated(self, w: Gated, x: Tensor, width: int, limit: float | None) -> Tensor:
         """Compute a shared expert or dense layer: one NVFP4 kernel, or product, SwiGLU, product."""
         rows, hidden = x.shape
+        if isinstance(w, Experts) and self.products == FEW_ROWS:
+            return few_rows_expert(self.kernels, w.alone, x, limit)
         if isinstance(w, Experts):
             problem = MoeProblem(rows, hidden, width, 1, 1, 1, limit, AFTER_W2)
             fields = {"experts": self.lanes.first, "weights": self.lanes.whole}
             return self.kernels.run("sm90_shared_expert", problem, x=x, **fields, **w.tensors)[0]
         *first, second = w
-        tensors = [multiply(self.kernels, matrix, x) for matrix in first]
+        tensors = [self.multiply(matrix, x) for matrix in first]
         # Trap: halves that do not stack are joined by torch.
         halves = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
         act = QuantiseProblem(rows, width, "linear", "swiglu", keeps_values=True, limit=limit)
         values = self.kernels.run(
             "simt_quantise_nvfp4", act, values=halves, decode_scale=self.lanes.whole[0]
         )[2]
-        return multiply(self.kernels, second, values)
+        return self.multiply(second, values)
 
 
 def widened(parts: list[Tensor]) -> Tensor:

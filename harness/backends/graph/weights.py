@@ -15,13 +15,17 @@ from degarble.harness.backends.cutedsl.kernels import NoKernelError, exact_bf16,
 from degarble.harness.backends.cutedsl.linears import kernel_of_weight
 from degarble.harness.backends.cutedsl.rows import norm_weight
 from degarble.harness.backends.graph.matrices import (
+    FEW_ROWS,
     NVFP4,
+    TILES,
     CodedGroups,
     DenseGroups,
     Experts,
     Matrix,
+    alone_for_few_rows,
     coded_groups_of,
     experts_of,
+    for_few_rows,
     groups_of,
     matrix_of,
     side_by_side,
@@ -171,8 +175,10 @@ def refusing(name: str) -> Iterator[None]:
 class LayoutBase:
     """Weights of a bound model of either family while they are laid out."""
 
-    def __init__(self, bound: BoundModel, recipe: Recipe, device: torch.device) -> None:
-        self._bound, self._device = bound, device
+    def __init__(
+        self, bound: BoundModel, recipe: Recipe, device: torch.device, products: str
+    ) -> None:
+        self._bound, self._device, self._products = bound, device, products
         self._parts = {part.component.name: part for part in parts_of(bound, recipe, "sm_90a")}
 
     def _of(self, component: str) -> tuple[ComponentPart, Mapping[str, Weight]]:
@@ -197,7 +203,11 @@ class LayoutBase:
 
     def _matrix(self, component: str) -> Matrix:
         part, weights = self._of(component)
-        return matrix_of(part, part.name, weights, self._device)
+        return self._laid(part, part.name, weights)
+
+    def _laid(self, part: ComponentPart, name: str, weights: Mapping[str, Weight]) -> Matrix:
+        matrix = matrix_of(part, name, weights, self._device)
+        return for_few_rows(matrix, name) if self._products == FEW_ROWS else matrix
 
     def _factored(self, component: str, factor: float) -> tuple[Tensor, float]:
         """Fold a factor into a BF16 weight; return it separately if it is no power of two."""
@@ -239,20 +249,25 @@ class LayoutBase:
             kernel_of_weight(second, second.name),
         )
         if all(kernel.kernel == NVFP4 for kernel in ways):
-            return experts_of([(one, three, second.name)], {**weights, **down}, self._device)
-        both = side_by_side(
-            [matrix_of(first, name, weights, self._device) for name in (one, three)]
-        )
-        return *both, matrix_of(second, second.name, down, self._device)
+            expert = experts_of([(one, three, second.name)], {**weights, **down}, self._device)
+            few = self._products == FEW_ROWS
+            return alone_for_few_rows(expert, prefix) if few else expert
+        both = side_by_side([self._laid(first, name, weights) for name in (one, three)])
+        return *both, self._laid(second, second.name, down)
 
 
 class V4Layout(LayoutBase):
     """V4's weights while they are laid out."""
 
     def __init__(
-        self, bound: BoundModel, config: V4Config, recipe: Recipe, device: torch.device
+        self,
+        bound: BoundModel,
+        config: V4Config,
+        recipe: Recipe,
+        device: torch.device,
+        products: str = TILES,
     ) -> None:
-        super().__init__(bound, recipe, device)
+        super().__init__(bound, recipe, device, products)
         self.config = config
 
     def layer(self, block: Block) -> LayerWeights:
@@ -305,7 +320,7 @@ class V4Layout(LayoutBase):
         if all(part.format_of(name) == "BF16" for name in ordered):
             joined = torch.cat([self._exact(name, weights) for name in ordered])
         else:
-            apart = tuple(matrix_of(part, name, weights, self._device) for name in ordered)
+            apart = tuple(self._laid(part, name, weights) for name in ordered)
         norm = self._norm(f"{prefix}pool", by_end["norm"])
         return Compressing(joined, apart, self._there(of_pool[by_end["ape"]], torch.float32), norm)
 
@@ -397,9 +412,14 @@ class V32Layout(LayoutBase):
     """A bound model's weights while they are laid out."""
 
     def __init__(
-        self, bound: BoundModel, config: V32Config, recipe: Recipe, device: torch.device
+        self,
+        bound: BoundModel,
+        config: V32Config,
+        recipe: Recipe,
+        device: torch.device,
+        products: str = TILES,
     ) -> None:
-        super().__init__(bound, recipe, device)
+        super().__init__(bound, recipe, device, products)
         self.config = config
 
     def layer(self, block: Block) -> LatentLayer:

@@ -11,6 +11,7 @@ import torch
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
 from degarble.harness.backends.graph.decoder import Decoder, DecoderLogitsModel
+from degarble.harness.backends.graph.matrices import FEW_ROWS, TILES
 from degarble.harness.cli.values import settings_here
 from degarble.harness.inference.model import open_model
 from degarble.references.model import Sequence
@@ -45,14 +46,17 @@ def opened(
         yield found
 
 
-def decoder_of(opened: OpenModel, lanes: int = 3, entry: str = "exact") -> Decoder:
+def decoder_of(
+    opened: OpenModel, lanes: int = 3, entry: str = "exact", products: str = TILES
+) -> Decoder:
     bound = opened.logits_model.bound
     kept = bound.numerics
     bound.numerics = kept.with_switches(kv_cache=KeyValueCache(entry))
     try:
         return Decoder.from_model(
-            KernelsOnGpu(settings_here()), bound, opened.recipe, lanes, POSITIONS
-        )
+            KernelsOnGpu(settings_here()), bound, opened.recipe, lanes, POSITIONS,
+            products=products,
+        )  # fmt: skip
     finally:
         bound.numerics = kept
 
@@ -115,6 +119,20 @@ def test_other_lanes_and_idle_steps_change_no_bit_of_a_lane(opened: OpenModel) -
         ours += [tensor.clone() for tensor in together.run()]
     for one, two in zip(theirs, ours, strict=True):
         assert torch.equal(bits(one[0]), bits(two[0]))
+
+
+def test_products_of_few_rows_replay_and_know_no_company(opened: OpenModel) -> None:
+    """Equal bits eager and replayed, alone and in company, and for one lane, three and sixteen."""
+    first, second = ids_of(40, 7), ids_of(33, 8)
+    eager = decoder_of(opened, products=FEW_ROWS)
+    theirs = walked(eager, [first, [], []])
+    for lanes in (1, 3, 16):
+        graph = decoder_of(opened, lanes, products=FEW_ROWS)
+        graph.capture()
+        for others in ([], second)[: 1 + (lanes > 1)]:
+            sequences = [first, *[others] * (lanes - 1)]
+            for one, two in zip(theirs, walked(graph, sequences), strict=True):
+                assert torch.equal(bits(one[0]), bits(two[0])), f"{lanes} lanes"
 
 
 def test_one_token_a_step_equals_components_called_one_by_one(opened: OpenModel) -> None:

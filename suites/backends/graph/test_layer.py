@@ -10,13 +10,23 @@ import torch
 
 from degarble.harness.backends.cutedsl import kernels as cutedsl_kernels
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
+from degarble.harness.backends.cutedsl.kernels import NoKernelError
 from degarble.harness.backends.cutedsl.linears import LinearKernel
 from degarble.harness.backends.graph import matrices as layer_matrices
 from degarble.harness.backends.graph.decoder import PIECE, Decoder, DecoderLogitsModel, entry_of
-from degarble.harness.backends.graph.matrices import CodedGroups, Experts, coded_product, groups_of
+from degarble.harness.backends.graph.matrices import (
+    FEW_ROWS,
+    TILES,
+    CodedGroups,
+    Experts,
+    Matrix,
+    coded_product,
+    for_few_rows,
+    groups_of,
+)
 from degarble.harness.backends.graph.steps import PAGE, MemorySize, tables_of
 from degarble.harness.backends.graph.weights import AttentionWeights, V4Layout
-from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt
+from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt, UnknownName
 from degarble.harness.inference.model import OpenModel, open_model
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.kernels.gemm.problem import GemmProblem
@@ -61,9 +71,13 @@ def said(model: LogitsModel) -> torch.Tensor:
     return torch.cat(made)
 
 
-def by_steps(opened: OpenModel, seen: Callable[..., None] | None = None) -> torch.Tensor:
+def by_steps(
+    opened: OpenModel, seen: Callable[..., None] | None = None, products: str = TILES
+) -> torch.Tensor:
     bound = opened.logits_model.bound
-    decoder = Decoder.from_model(StandIn(seen), bound, opened.recipe, lanes=3, positions=POSITIONS)
+    decoder = Decoder.from_model(
+        StandIn(seen), bound, opened.recipe, 3, POSITIONS, products=products
+    )
     return said(DecoderLogitsModel(bound, decoder))
 
 
@@ -83,6 +97,51 @@ def one_by_one(opened: OpenModel) -> torch.Tensor:
 
 def test_a_step_is_its_parts_bit_by_bit(opened: OpenModel, one_by_one: torch.Tensor) -> None:
     assert torch.equal(by_steps(opened), one_by_one)
+
+
+BY_TILES = {"sm90_gemm_nvfp4", "sm90_shared_expert"}
+
+
+def test_products_of_few_rows_have_the_arithmetic_of_tiles(
+    opened: OpenModel, one_by_one: torch.Tensor
+) -> None:
+    """Stand-ins add up in one order: then decoded activations give the bits that codes give."""
+    launched: set[str] = set()
+
+    def seen(kernel: str, _problem: Any, _given: dict[str, Any]) -> None:
+        launched.add(kernel)
+
+    assert torch.equal(by_steps(opened, seen, FEW_ROWS), one_by_one)
+    assert "sm90_gemm_w4a16" in launched
+    assert not launched & BY_TILES
+
+
+def test_a_wrong_factor_of_few_rows_changes_what_is_said(
+    opened: OpenModel, one_by_one: torch.Tensor
+) -> None:
+    def seen(kernel: str, _problem: Any, given: dict[str, Any]) -> None:
+        if kernel == "sm90_gemm_w4a16":
+            given["decode_scale"] = given["decode_scale"] * 2
+
+    assert not torch.equal(by_steps(opened, seen, FEW_ROWS), one_by_one)
+
+
+def test_few_rows_are_few_and_have_normal_factors(opened: OpenModel) -> None:
+    def decoder(lanes: int, products: str) -> Decoder:
+        bound = opened.logits_model.bound
+        return Decoder.from_model(StandIn(), bound, opened.recipe, lanes, 8, products=products)
+
+    with pytest.raises(InvalidArgument, match=r"lanes of a decoder .*= 17: expected at most 16"):
+        decoder(17, FEW_ROWS)
+    with pytest.raises(UnknownName, match="products of a decoder"):
+        decoder(1, "few")
+    problem = GemmProblem(1, 16, 32, "nvfp4", "e4m3")
+    small = {"b_decode_scale": torch.tensor([1e-30])}
+    matrix = Matrix(LinearKernel("sm90_gemm_nvfp4", problem), small, torch.tensor([1e-10]))
+    with pytest.raises(NoKernelError, match=r"tensor scales of wo, \S+e-41, is no normal number"):
+        for_few_rows(matrix, "wo")
+    plain = Matrix(LinearKernel("sm90_gemm_bf16", GemmProblem(1, 16, 32)), {})
+    assert for_few_rows(plain, "wo") is plain
 
 
 @pytest.mark.slow
@@ -329,10 +388,15 @@ def decoder_v32_said(model: LogitsModel) -> torch.Tensor:
 
 
 def decoder_of(
-    opened: OpenModel, seen: Callable[..., None] | None = None, lanes: int = 3
+    opened: OpenModel,
+    seen: Callable[..., None] | None = None,
+    lanes: int = 3,
+    products: str = TILES,
 ) -> Decoder:
-    bound = opened.logits_model.bound
-    return Decoder.from_model(StandIn(seen), bound, opened.recipe, lanes, DECODER_V32_POSITIONS)
+    bound, positions = opened.logits_model.bound, DECODER_V32_POSITIONS
+    return Decoder.from_model(
+        StandIn(seen), bound, opened.recipe, lanes, positions, products=products
+    )
 
 
 def decoder_v32_by_steps(
@@ -360,6 +424,24 @@ def test_steps_and_pieces_are_their_parts_bit_by_bit(
     decoder_v32_opened: OpenModel, decoder_v32_one_by_one: torch.Tensor
 ) -> None:
     assert torch.equal(decoder_v32_by_steps(decoder_v32_opened), decoder_v32_one_by_one)
+
+
+@pytest.mark.slow
+def test_steps_of_few_rows_and_pieces_by_tiles_are_their_parts(
+    decoder_v32_opened: OpenModel, decoder_v32_one_by_one: torch.Tensor
+) -> None:
+    """A piece has 64 rows, and tiles, whatever the steps of decoding have."""
+    rows_of: dict[str, set[int]] = {}
+
+    def seen(kernel: str, problem: Any, _given: dict[str, Any]) -> None:
+        rows_of.setdefault(kernel, set()).add(getattr(problem, "rows", 0))
+
+    decoder = decoder_of(decoder_v32_opened, seen, products=FEW_ROWS)
+    bound = decoder_v32_opened.logits_model.bound
+    made = decoder_v32_said(DecoderLogitsModel(bound, decoder))
+    assert torch.equal(made, decoder_v32_one_by_one)
+    assert rows_of["sm90_gemm_nvfp4"] == {PIECE}
+    assert rows_of["sm90_gemm_w4a16"] == {3}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,10 @@ def _code(target: str) -> Iterator[MachineCode]:
         yield MachineCode("simt_quantise_fp8", Fp8Form(scales, "values", None, target, 512))
     yield _nvfp4_code(QuantiseProblem(1, 16), target)
     yield _nvfp4_code(QuantiseProblem(1, 16, source=SWIGLU.name, limit=10.0), target)
+    yield _nvfp4_code(QuantiseProblem(1, 16, "linear", decoded=True), target)
+    yield _nvfp4_code(
+        QuantiseProblem(1, 16, "linear", SWIGLU.name, limit=10.0, decoded=True), target, slow=True
+    )
     for layout, source, experts, keeps in product(LAYOUTS, SOURCES, (0, 8), (False, True)):
         problem = QuantiseProblem(1, 16, layout, source, experts=experts, keeps_values=keeps)
         if problem != QuantiseProblem(1, 16):
@@ -73,17 +78,27 @@ def _results(case: checks.Case) -> Any:
     return checks.QuantisedRows(codes, scales, None)
 
 
+def _decoded_results(case: checks.Case) -> Any:
+    return checks.QuantisedRows(None, None, None, checks.decoded_by_definition(case, case.values))
+
+
 DETECTIONS = [
     Detection(
         "simt_quantise_nvfp4", checks, "on_device", checks.mismatch,
         checks.Case(QuantiseProblem(5, 80), "blocks"), _results,
-    )
+    ),
+    Detection(
+        "simt_quantise_nvfp4-decoded", checks, "on_device", checks.mismatch,
+        checks.Case(QuantiseProblem(5, 80, "linear", decoded=True), "blocks"), _decoded_results,
+    ),
 ]  # fmt: skip
 
 
-def _replay(source: str) -> Replay:
+def _replay(source: str, *, decoded: bool = False) -> Replay:
     limit = 10.0 if source == SWIGLU.name else None
     problem = QuantiseProblem(257, 1056, source=source, limit=limit)
+    if decoded:
+        problem = replace(problem, layout="linear", decoded=True)
     cases = [checks.Case(problem, "blocks", seed=seed) for seed in range(4)]
     values, scale = torch.zeros_like(cases[0].values).cuda(), torch.ones(1, device="cuda")
     out, kernel = checks.poisoned(problem), kernel_named("simt_quantise_nvfp4")
@@ -100,5 +115,7 @@ def _replay(source: str) -> Replay:
 
 
 REPLAYS = [
-    ReplayCase(f"simt_quantise_nvfp4-{source}", partial(_replay, source)) for source in SOURCES
-]
+    ReplayCase(f"simt_quantise_nvfp4-{source}{'-decoded' * decoded}",
+               partial(_replay, source, decoded=decoded))
+    for source, decoded in product(SOURCES, (False, True))
+]  # fmt: skip

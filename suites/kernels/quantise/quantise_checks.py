@@ -20,9 +20,9 @@ import torch
 
 from degarble.harness.formats.codec import value_ulp_distance
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.layouts import to_layout
-from degarble.harness.formats.number_formats import NVFP4
-from degarble.harness.formats.quantise import quantise
+from degarble.harness.formats.layouts import LINEAR, to_layout
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, SWIGLU, VALUES, QuantiseProblem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import kernel_named
@@ -55,6 +55,7 @@ class Case:
         p = self.problem
         what = f"{p.source} {p.rows}x{p.columns} {p.layout}"
         what += f" limit={p.limit}" if p.source == SWIGLU.name else ""
+        what += " decoded" if p.decoded else ""
         return f"{what} experts={p.experts} {self.spread} {self.scale} seed={self.seed}"
 
     @cached_property
@@ -103,11 +104,12 @@ class Case:
 
 
 class QuantisedRows(NamedTuple):
-    """Requested results: codes, scale bytes in their layout, the values that are kept."""
+    """Requested results: codes, scale bytes in their layout, kept values; or decoded ones."""
 
-    codes: Tensor
-    scales: Tensor
+    codes: Tensor | None
+    scales: Tensor | None
     values: Tensor | None
+    decoded: Tensor | None = None
 
 
 def poisoned(problem: QuantiseProblem, device: str = "cuda") -> dict[str, Tensor | None]:
@@ -143,8 +145,38 @@ def by_definition(case: Case, values_MK: Tensor) -> tuple[Tensor, Tensor]:
     return codes_MP, to_layout(scales_MK, problem.scale_layout)
 
 
+def decoded_by_definition(case: Case, values_MK: Tensor) -> Tensor:
+    """Return what codes and block scales of these values stand for, in BF16, which is exact."""
+    codes_MP, scales = by_definition(case, values_MK)
+    tensor = QuantisedTensor(
+        codes_MP, scales.reshape(codes_MP.shape[0], -1), torch.ones((), device=codes_MP.device),
+        NVFP4, CANONICAL, LINEAR, ScaleDirection.DECODE, NibbleOrder.LOW_EVEN,
+        tuple(values_MK.shape),
+    )  # fmt: skip
+    wide = dequantise(tensor, torch.float32)
+    narrow = wide.bfloat16()
+    assert torch.equal(narrow.float(), wide), "six significant bits"
+    return narrow
+
+
+def decoded_mismatch(case: Case) -> str:
+    """Say how decoded values differ; SwiGLU's own values are those of the form that keeps them."""
+    values_MK = case.values.cuda()
+    if case.problem.source == SWIGLU.name:
+        keeping = replace(case.problem, decoded=False, keeps_values=True)
+        kept = on_device(replace(case, problem=keeping)).values
+        assert kept is not None, "asked for"
+        values_MK = kept
+    made = on_device(case).decoded
+    assert made is not None, "asked for"
+    want = decoded_by_definition(case, values_MK)
+    return difference(f"{case.name}, values", made.view(torch.uint8), want.view(torch.uint8))
+
+
 def mismatch(case: Case) -> str:
     """Say how a case differs from its definition on the GPU; empty where it does not."""
+    if case.problem.decoded:
+        return decoded_mismatch(case)
     if case.problem.source == SWIGLU.name:
         case = replace(case, problem=replace(case.problem, keeps_values=True))
     out = on_device(case)
@@ -155,6 +187,8 @@ def mismatch(case: Case) -> str:
         values_MK = out.values
         if case.problem.source == SWIGLU.name:
             found.append(swiglu_difference(case, values_MK[:written]))
+    assert out.codes is not None, "asked for"
+    assert out.scales is not None, "asked for"
     codes_MP, scales = by_definition(case, values_MK)
     found.append(difference(f"{case.name}, codes", out.codes[:written], codes_MP[:written]))
     found.append(difference(f"{case.name}, scales", out.scales, scales))
@@ -203,6 +237,13 @@ def cases() -> list[Case]:
             problem = QuantiseProblem(70, 3072, layout, SWIGLU.name, limit=limit)
             made += [Case(problem, spread, "one") for spread in ("ordinary", "blocks", "zeros")]
     made.append(Case(QuantiseProblem(8192, 7168), "blocks"))
+    for rows, columns in ((1, 16), (1, 7168), (16, 4096), (130, 528)):
+        problem = QuantiseProblem(rows, columns, LINEAR.name, decoded=True)
+        made += [Case(problem, spread, "fitting", rows + columns) for spread in SPREADS[:-1]]
+        made += [Case(problem, "blocks", scale) for scale in SCALES]
+    for limit in (LIMIT, None):
+        problem = QuantiseProblem(16, 2048, LINEAR.name, SWIGLU.name, limit=limit, decoded=True)
+        made += [Case(problem, spread, "one") for spread in ("ordinary", "blocks", "zeros")]
     return made
 
 
@@ -220,6 +261,9 @@ def fuzzed(seed: int, count: int) -> list[Case]:
             experts=drawn.choice((0, 0, 0, drawn.randint(1, 40))),
             limit=LIMIT if source == SWIGLU.name else None,
         )
+        if drawn.random() < 0.2:
+            decoded = {"layout": LINEAR.name, "experts": 0, "decoded": True}
+            problem = replace(problem, **decoded)  # type: ignore[arg-type]
         spread = drawn.choice(SPREADS[:-3] if source == SWIGLU.name else SPREADS)
         made.append(Case(problem, spread, drawn.choice(SCALES), drawn.randrange(1 << 30)))
     return made

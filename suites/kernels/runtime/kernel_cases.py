@@ -188,6 +188,7 @@ def _quantise_cases() -> Iterator[LaunchCase]:
         (QuantiseProblem(5, 128), (1,), "sm_90a"),
         (QuantiseProblem(300, 1024, "8x4", "swiglu", limit=10.0), (), "sm_100a"),
         (QuantiseProblem(7, 256, "linear", experts=3, keeps_values=True), (3,), "sm_90a"),
+        (QuantiseProblem(4, 256, "linear", decoded=True), (1,), "sm_90a"),
     ):
         given = {
             "values": Given(BF16, (problem.rows, problem.input_columns)),
@@ -198,6 +199,8 @@ def _quantise_cases() -> Iterator[LaunchCase]:
         yield LaunchCase("simt_quantise_nvfp4", problem, given, target)
         codes = Given(BYTES, (problem.rows, problem.columns // 2))
         out = {"codes": codes, "scales": Given(BYTES, (problem.scale_bytes,))}
+        if problem.decoded:
+            out = {"decoded": Given(BF16, (problem.rows, problem.columns))}
         if problem.keeps_values:
             out["kept"] = Given(BF16, (problem.rows, problem.columns))
         yield LaunchCase("simt_quantise_nvfp4", problem, given | out, target)
