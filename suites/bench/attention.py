@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.attention.problem import AttentionProblem, KeyList
+from degarble.kernels.attention.problem import AttentionProblem, KeyList, choose_splits
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import Pages
 from degarble.suites.bench import gpu
@@ -17,6 +19,7 @@ from degarble.suites.bench.gpu import SETTINGS, floats, integers, normal, octets
 from degarble.suites.bench.runner import (
     TERAFLOPS,
     US,
+    US_MEDIAN,
     Arm,
     Bench,
     Claim,
@@ -25,6 +28,7 @@ from degarble.suites.bench.runner import (
     copy_arm,
     sets_for,
     share_of,
+    time_over,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +55,8 @@ LATENT_CHOSEN = 2048  # DeepSeek-V3.2 config.json, index_topk
 LATENT_SCALE = 0.1352338  # 192**-0.5 times the square of 0.1 ln 40 + 1
 LATENT_HEADS = (128, 64, 16)  # and those of ranks
 LATENT_FORMATS = ("fp8-v32", "bf16")
+SPLITS, TABLES_OWN = (2, 4, 8, 16), "the table's own"
+KEYS_OF_SPLITS = {"V3.2": (512, 1024, 2048), "V4": (384, 640, 1152)}
 # FlashMLA README, sparse kernels on H800: decoding from FP8, and prefill; nobody's on this machine.
 PUBLISHED = {"decode": 410, "prefill": 640}  # TFLOP/s
 
@@ -261,6 +267,38 @@ def latent_attention(options: Any) -> Iterator[Comparison]:
         yield beside_copies(f"{mode}, {count} tokens", arms, notes=best)
 
 
+def splits_table(title: str, problem: AttentionProblem) -> Comparison:
+    """Time the table's splits and others in turns; all read the same lists."""
+    counts = [count for count in SPLITS if count <= problem.tiles]
+    arms = [arm_of(TABLES_OWN, problem)]
+    arms += [arm_of(f"{count} splits", replace(problem, splits=count)) for count in counts]
+
+    def best(found: Readings) -> Iterator[str]:
+        fastest = min(found.values(), key=lambda reading: reading.median)
+        yield f"{choose_splits(problem)} splits by the table; fastest: {fastest.arm.name}"
+
+    columns = (US_MEDIAN, time_over(TABLES_OWN, "time / the table's"))
+    return Comparison(title, [tuple(arms)], columns, notes=best)
+
+
+def attention_splits(options: Any) -> Iterator[Comparison]:
+    """Decode from FP8 entries by 2, 4, 8 and 16 splits, for lengths of lists and numbers of tokens.
+
+    A table by length alone keeps bits independent of the batch; one by lanes of a graph as well.
+    """
+    for keys, batch in product(KEYS_OF_SPLITS[options.family], options.lanes):
+        if options.family == "V4":
+            near, far = (pages_for("fp8", batch * n) for n in (WINDOW, CONTEXT // RATIO))
+            lists = KeyList(WINDOW, near), KeyList(keys - WINDOW, far)
+            problem = AttentionProblem(batch, options.heads, *lists, "decode")
+        else:
+            pages = pages_for("fp8-v32", batch * CONTEXT, rows.WITH_KEY)
+            problem = AttentionProblem(
+                batch, options.heads, KeyList(keys, pages), mode="decode", scale=LATENT_SCALE
+            )
+        yield splits_table(f"{options.family}, {keys} keys, {batch} tokens", problem)
+
+
 BENCHES = {
     "attention": Bench(
         "sparse attention of V4 beside Triton, torch and copies", sparse, rounds=20, needs="gpu",
@@ -269,5 +307,10 @@ BENCHES = {
     "latent-attention": Bench(
         "V3.2's absorbed attention beside torch and copies", latent_attention, rounds=20,
         needs="gpu", options={"tokens": 1024, "batch": 64},
+    ),
+    "attention-splits": Bench(
+        "decoding by 2, 4, 8 and 16 splits of the keys, by length and number of tokens",
+        attention_splits, rounds=20, needs="gpu",
+        options={"family": ("V3.2", "V4"), "lanes": (1, 4, 16, 64, 128), "heads": 64},
     ),
 }  # fmt: skip

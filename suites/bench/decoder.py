@@ -9,7 +9,8 @@ Numbers are compared by suites/backends/graph.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,17 @@ from degarble.harness.backends.cutedsl.linears import LinearKernel
 from degarble.harness.backends.graph import weights as records
 from degarble.harness.backends.graph.decoder import PIECE
 from degarble.harness.backends.graph.layers import V4Steps, V32Steps
-from degarble.harness.backends.graph.matrices import CodedGroups, DenseGroups, Experts, Matrix
+from degarble.harness.backends.graph.matrices import (
+    FEW_ROWS,
+    PRODUCTS,
+    TILES,
+    CodedGroups,
+    DenseGroups,
+    Experts,
+    Matrix,
+    alone_for_few_rows,
+    for_few_rows,
+)
 from degarble.harness.backends.graph.steps import MemorySize, latent_memory_of, memory_of
 from degarble.harness.cli.values import settings_here
 from degarble.harness.formats.layouts import SWIZZLE_128X4
@@ -31,7 +42,15 @@ from degarble.kernels.rows.mhc_problem import split_weight
 from degarble.references.numerics import Switches
 from degarble.suites.bench import gpu
 from degarble.suites.bench.gpu import normal, octets
-from degarble.suites.bench.runner import Arm, Bench, Column, Comparison, Part
+from degarble.suites.bench.runner import (
+    US_MEDIAN,
+    Arm,
+    Bench,
+    Column,
+    Comparison,
+    Part,
+    time_over,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -246,6 +265,24 @@ def layer_v32(config: Any, block: Block, every: Experts, recipe: str) -> records
     return records.LatentLayer(block, config.rope(block), attention_v32(config, recipe), ffn)
 
 
+def for_products(weights: Any, products: str) -> Any:
+    """Return a layer's weights as a graph with these products has them; routed experts as are."""
+    if products == TILES:
+        return weights
+    if isinstance(weights, Matrix):
+        return for_few_rows(weights, "a matrix")
+    if isinstance(weights, Experts):
+        return alone_for_few_rows(weights, "an expert ")
+    if isinstance(weights, tuple):
+        return tuple(for_products(each, products) for each in weights)
+    if not is_dataclass(weights) or isinstance(weights, type | records.RoutedWeights):
+        return weights
+    parts = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    changed = {name: for_products(part, products) for name, part in parts.items()}
+    apart = {name: part for name, part in changed.items() if part is not parts[name]}
+    return replace(weights, **apart) if apart else weights
+
+
 # ---- a step --------------------------------------------------------------------------------------
 
 
@@ -268,6 +305,7 @@ class Given:
     recipe: str
     entry: str  # of the caches
     context: int = CONTEXT
+    products: str = TILES  # how NVFP4 is multiplied by NVFP4
 
     def recorded(self, run: Callable[[], object], weights: Any) -> Step:
         self.kernels.calls = []
@@ -280,8 +318,9 @@ def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
     config, found = given.config, []
     room = MemorySize(lanes, given.context, config.sliding_window, given.entry)
     for _ in range(SETS):
-        stepping = V4Steps(given.kernels, config, Switches(), room)
+        stepping = V4Steps(given.kernels, config, Switches(), room, given.products)
         weights = layer(config, block, given.every, given.recipe)
+        weights = for_products(weights, given.products)
         indexes = weights.attn.indexer is not None
         memory = memory_of(room, block, indexes=indexes, device=gpu.DEVICE)
         for tensor in memory.tensors:
@@ -306,8 +345,9 @@ def steps_of_v32(given: Given, block: Block, lanes: int, rows: int) -> list[Step
     config, found = given.config, []
     room = MemorySize(lanes, given.context, 1, given.entry)
     for _ in range(SETS):
-        stepping = V32Steps(given.kernels, config, Switches(), room, rows)
+        stepping = V32Steps(given.kernels, config, Switches(), room, rows, given.products)
         weights = layer_v32(config, block, given.every, given.recipe)
+        weights = for_products(weights, given.products)
         memory = latent_memory_of(room, gpu.DEVICE)
         for tensor in memory.tensors:
             _fill(tensor)
@@ -406,6 +446,62 @@ def decoder_v32(options: Any) -> Iterator[Part]:
         yield f"all {len(V3_2.layers)} layers for {text}: {sum(spent) * 1e3:.2f} ms"
 
 
+def decoder_products(options: Any) -> Iterator[Part]:
+    """Whole steps by tiles and as few rows in turns, for each type of layer and number of lanes."""
+    is_v4 = options.model in MODELS
+    config = replace(MODELS[options.model], num_hash_layers=0) if is_v4 else V3_2
+    sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    entry = ENTRY if is_v4 else ENTRY_V32
+    plain = Given(Remembering(settings_here()), config, experts(*sizes), NVFP4, entry)
+    yield f"{options.model}, {NVFP4}: one decides, for a graph of so many lanes"
+    kind_of: Callable[[Block], Any] = (lambda b: b.ratio) if is_v4 else (lambda b: b.mlp_type)
+    names: dict[Any, str] = {**TYPES, **TYPES_V32}
+    for lanes in options.lanes:
+        spent: dict[str, list[float]] = {name: [] for name in PRODUCTS}
+        for kind, count in Counter(map(kind_of, config.layers)).items():
+            block = [each for each in config.layers if kind_of(each) == kind][-1]
+            steps = {
+                name: _steps_of_any(replace(plain, products=name), block, lanes)
+                for name in PRODUCTS
+            }
+            yield products_table(f"{names[kind]}, {lanes} tokens", steps, spent, count)
+            del steps
+        tiles, few = (sum(spent[name]) * 1e3 for name in PRODUCTS)
+        chosen = FEW_ROWS if few < tiles else TILES
+        yield (
+            f"all {len(config.layers)} layers for {lanes} tokens: {TILES} {tiles:.2f} ms,"
+            f" {FEW_ROWS} {few:.2f} ms; faster: {chosen}"
+        )
+
+
+def _steps_of_any(given: Given, block: Block, lanes: int) -> list[Step]:
+    if given.config is V3_2:
+        return steps_of_v32(given, block, lanes, lanes)
+    return steps_of(given, block, lanes)
+
+
+def products_table(
+    title: str, steps: dict[str, list[Step]], spent: dict[str, list[float]], count: int
+) -> Comparison:
+    """Time the whole step of both choices in turns; add it to what all layers spend."""
+    arms = tuple(
+        Arm(name, partial(_run_of, of), sets=len(of)) for name, of in steps.items()
+    )  # fmt: skip
+
+    def notes(found: Readings) -> list[str]:
+        for name in steps:
+            spent[name].append(count * found[name].median)
+        launched = (f"{name}: {len(of[0].calls)} launches" for name, of in steps.items())
+        return [", ".join(launched)]
+
+    columns = (US_MEDIAN, time_over(TILES, f"time / {TILES}"))
+    return Comparison(title, [arms], columns, notes=notes, first="products")
+
+
+def _run_of(steps: Sequence[Step], number: int) -> Callable[[], object]:
+    return steps[number].run
+
+
 def _added(spent: list[float], count: int) -> Callable[[Readings], list[str]]:
     """Add so many times the whole step to what was spent."""
 
@@ -424,5 +520,10 @@ BENCHES = {
     "decoder-v32": Bench(
         "a step of one V3.2 layer, and each kernel's share of it", decoder_v32, rounds=12,
         needs="gpu", options={"recipe": RECIPES, "lanes": (1, 64), "pieces": False},
+    ),
+    "decoder-products": Bench(
+        "a decoding step by NVFP4 tiles and as few rows, one of which a graph is built for",
+        decoder_products, rounds=12, needs="gpu",
+        options={"model": (*MODELS, "V3.2"), "lanes": (1, 4, 16)},
     ),
 }  # fmt: skip

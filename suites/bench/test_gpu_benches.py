@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,12 +48,19 @@ if TYPE_CHECKING:
 
 ON_GPU = [name for name in names() if bench_named(name).device(options_of(name))]
 TINY_MOE = {"V4-Flash": (128, 64, 4, 2), "V4-Pro": (128, 64, 4, 2)}
-OF_MODELS = ("decoder", "decoder-v32", "cosines", "attention-quality", "decoder-text")
+OF_MODELS = (
+    "decoder",
+    "decoder-v32",
+    "decoder-products",
+    "cosines",
+    "attention-quality",
+    "decoder-text",
+)
 # Every option that changes what is measured; "nvfp4-products" needs a GPU with an option alone.
 CALLS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ON_GPU if name not in OF_MODELS),
     ("gemm", {"tactics": True}), ("moe", {"steps": True, "tokens": (3,)}),
-    ("w4a16", {"layout": "128x4"}),
+    ("w4a16", {"layout": "128x4"}), ("attention-splits", {"family": "V4"}),
 ]  # fmt: skip
 
 
@@ -493,6 +502,40 @@ def test_a_step_of_v32_launches_every_kernel_of_its_layers(
         assert {"simt_residual_norm", "simt_latent_query", "sm90_sparse_attention"} <= launched
         table = decoder.step_table("t", given.kernels, [step], lambda _found: [])
         assert len(table.turns[0]) == 1 + len(step.calls)
+
+
+def test_both_products_are_timed_in_turns_and_one_is_said_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At small widths, by stand-ins; the command chooses by the sum over all layers."""
+    small = replace(TINY_V32, moe_intermediate_size=128, intermediate_size=256)
+    monkeypatch.setattr(decoder, "Given", partial(decoder.Given, context=128))
+    monkeypatch.setattr(decoder, "SETS", 1)
+    monkeypatch.setattr(decoder, "ENTRY_V32", "bf16")
+    monkeypatch.setattr(decoder, "V3_2", small)
+    monkeypatch.setattr(decoder, "Remembering", lambda _settings: Recording())
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    said: list[Any] = []
+    launched: dict[str, set[str]] = {}
+    for part in decoder.decoder_products(SimpleNamespace(model="V3.2", lanes=(2,))):
+        if isinstance(part, str):
+            said.append(part)
+            continue
+        assert isinstance(part, runner.Comparison)
+        (arms,) = part.turns
+        for each in arms:
+            make: Any = each.make
+            calls = make.args[0][0].calls
+            launched.setdefault(each.name, set()).update(name for name, *_ in calls)
+        for each in arms:
+            each.make(0)()  # kernels remember on
+        times = {each.name: (each, (us,)) for each, us in zip(arms, (20.0, 9.0), strict=True)}
+        assert part.notes is not None
+        said += part.notes(readings(**times))
+    assert "sm90_gemm_w4a16" in launched["few-rows"]
+    assert not launched["few-rows"] & {"sm90_gemm_nvfp4", "sm90_shared_expert"}
+    assert {"sm90_gemm_nvfp4", "sm90_shared_expert"} <= launched["tiles"]
+    assert said[-1].endswith("tiles 0.04 ms, few-rows 0.02 ms; faster: few-rows")
 
 
 @pytest.mark.parametrize("recipe", decoder.RECIPES)
