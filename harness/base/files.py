@@ -242,6 +242,23 @@ def opened_private(folder: Path, code: CachedCode = CODE_OF_KERNELS) -> Iterator
 
 
 @contextmanager
+def opened_private_file(path: Path, code: CachedCode) -> Iterator[int]:
+    """Yield the descriptor of a regular file that nobody else could have written to."""
+    try:
+        with opened_private(path.parent, code) as folder:
+            descriptor = os.open(path.name, _FILE, dir_fd=folder)
+    except OSError as error:
+        raise _unopened(path, error) from error
+    try:
+        state = os.fstat(descriptor)
+        _require_regular(path, state.st_mode)
+        _require_private(path, state, code)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def _opened(entry: str, folder: int, code: CachedCode) -> Iterator[int]:
     try:
         descriptor = os.open(entry, _FOLDER, dir_fd=folder)

@@ -53,6 +53,7 @@ class KernelSuites(NamedTuple):
     bench: str
     first_minute: str  # of a Blackwell GPU
     contracts: tuple[Path, ...] = ()  # files of laws: ids of cases begin with a kernel's name
+    forms: Path | None = None  # list of the forms that suites take from the kernel cache
 
 
 def installed_suites() -> KernelSuites | None:

@@ -42,6 +42,10 @@ REPEATS = 4
 MUSEUMS = ("some", "published", "whole")
 
 
+def _unheard(_line: str) -> None:
+    """Say nothing."""
+
+
 @dataclass(frozen=True)
 class NightConfig:
     """The options of a night."""
@@ -64,6 +68,7 @@ class NightConfig:
     within: float | None = None  # seconds that it may take
     screen: bool = False  # this step has to look at samples first
     started: str = ""  # when, ISO 8601, UTC; of a night that continues, its first beginning
+    say: Callable[[str], None] = _unheard  # a line of progress while a step runs
 
     @property
     def name(self) -> str:

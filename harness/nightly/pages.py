@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from degarble.harness.nightly.night import Night, StepResult
 
 COMMAND = "make nightly"
-KERNEL_STEPS = ("codecs", "kernels", "figures")
+KERNEL_STEPS = ("codecs", "compile", "kernels", "figures")
 _SIGNS = {
     Verdict.AGREES: "✓", Verdict.DIFFERS: "✗", Verdict.UNSTABLE: "✗",
     Verdict.UNDECIDED: "–", Verdict.REFUSED: "!",
@@ -116,6 +116,11 @@ def _kernels(night: Night) -> Panel | None:
     rows = tuple((name, result.verdict, result.sentence) for name, result in found.items())
     sentence = " ".join(result.sentence for result in found.values())
     blocks = [Table("Known answers", columns, rows)]
+    forms = found["compile"].rows if "compile" in found else ()
+    if forms:
+        told_forms = tuple((name, said) for name, _, said in forms)
+        of_forms = (Column("kernel"), Column("forms"))
+        blocks.append(Table("Kernels that were made ready first", of_forms, told_forms))
     suites = found["kernels"].rows if "kernels" in found else ()
     if suites:
         columns = (Column("suite"), Column("verdict", ColumnKind.VERDICT), Column("cases"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.inference.processes import broadcast_json, environment_of_child, free_port
-from degarble.harness.nightly import kernels, steps
+from degarble.harness.nightly import compiling, kernels, steps
 from degarble.harness.nightly.metamorphic import metamorphic
 from degarble.harness.nightly.night import NightStep
 from degarble.harness.nightly.steps import capture_line, captures
@@ -105,6 +105,7 @@ STEPS = (
     NightStep("environment", steps.environment),
     NightStep("audit", steps.audit),
     NightStep("codecs", steps.codecs),
+    NightStep("compile", compiling.compiled),
     NightStep("kernels", kernels.kernels),
     NightStep("captures", steps.captures),
     NightStep("repeats", steps.repeats, ("captures",)),

@@ -30,7 +30,7 @@ from degarble.harness.base.errors import InvalidArgument, MissingDependency, Unr
 from degarble.harness.base.files import cache_folder, make_private, opened_private, read_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from degarble.kernels.runtime.targets import Target
 
@@ -188,6 +188,8 @@ def fused_instructions(ptx: str) -> tuple[str, ...]:
 
 _SOURCE_FOLDERS = ("harness/formats", "harness/model", "kernels")
 _OBJECT, _PTX, _CUBIN, _MANIFEST = "kernel.o", "kernel.ptx", "kernel.cubin", "manifest.json"
+REQUEST = "request.json"  # kernel and form, for a later night: forms.py; the sources' digest
+ENTRY_FILES = (_OBJECT, _PTX, _CUBIN, REQUEST)
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ class _Request:
     arguments: tuple[Any, ...]
     target: Target
     dsl_environment: tuple[str, ...]
+    described: Mapping[str, Any] | None = None  # kernel and form; no part of the key
 
     @property
     def name(self) -> str:
@@ -225,15 +228,14 @@ class _Request:
     def key(self) -> str:
         """Return the digest of everything that the machine code depends on."""
         parts = [
-            f"{_dsl('cutlass').__version__} {_dsl('cutlass').CUDA_VERSION}",
-            f"{sys.implementation.cache_tag} {platform.machine()}",
+            *versions(),
             *self.dsl_environment,
             self.target.name,
             f"{self.entry.__module__}.{self.entry.__qualname__}",
             *(_described(argument) for argument in self.arguments),
             _SOURCES_AT_IMPORT,
         ]
-        return _digest("\n".join(parts).encode())[:24]
+        return digest_of_bytes("\n".join(parts).encode())[:24]
 
     @property
     def symbol(self) -> str:
@@ -246,13 +248,14 @@ def compile_kernel(
     arguments: Sequence[Any],
     target: Target,
     settings: CompileSettings,
+    described: Mapping[str, Any] | None = None,
 ) -> CompiledKernel:
     """Compile `entry` (a cute.jit function) for `arguments`, or load it from the cache.
 
     Arguments that the entry declares Constexpr become part of the kernel and are not passed at
-    launch.
+    launch. What `described` says of kernel and form is kept in the cache.
     """
-    request = _Request(entry, tuple(arguments), target, settings.dsl_environment)
+    request = _Request(entry, tuple(arguments), target, settings.dsl_environment, described)
     stem = f"{request.name}.{target.name}"
     folder = settings.cache_folder and settings.cache_folder / f"{stem}.{request.key}"
     if sources_digest(package_root()) != _SOURCES_AT_IMPORT:
@@ -289,7 +292,9 @@ def _compile(request: _Request, folder: Path | None) -> CompiledKernel:
         for library in runtime.find_runtime_libraries(enable_tvm_ffi=False):
             ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
         objects = run.dump_to_object(request.symbol)
-        _store(folder, {_OBJECT: objects, _PTX: ptx.encode(), _CUBIN: cubin})
+        told = {"request": request.described, "sources": _SOURCES_AT_IMPORT}
+        files = {_OBJECT: objects, _PTX: ptx.encode(), _CUBIN: cubin}
+        store_entry(folder, files | {REQUEST: json.dumps(told).encode()})
     return CompiledKernel(
         name=request.name,
         target=request.target,
@@ -326,14 +331,33 @@ def _load(request: _Request, folder: Path) -> CompiledKernel | None:
 def _whole(folder: Path) -> dict[str, bytes] | None:
     """Return an entry's files if all exist with the bytes of the manifest, else None."""
     try:
-        files = read_private(folder.parent, folder.name, (_MANIFEST, _OBJECT, _PTX, _CUBIN))
+        files = read_private(folder.parent, folder.name, (_MANIFEST, *ENTRY_FILES))
         recorded = json.loads(files.pop(_MANIFEST)) if files else None
     except ValueError:
         return None
-    return files if files and recorded == {f: _digest(text) for f, text in files.items()} else None
+    return (
+        files
+        if files and recorded == {f: digest_of_bytes(text) for f, text in files.items()}
+        else None
+    )
 
 
-def _store(folder: Path, files: Mapping[str, bytes]) -> None:
+def manifest_of(files: Mapping[str, bytes]) -> bytes:
+    """Return the manifest of an entry: the digest of each file, by name."""
+    manifest = {file: digest_of_bytes(text) for file, text in sorted(files.items())}
+    return json.dumps(manifest, indent=1).encode()
+
+
+def cached_entries(folder: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield name and files of every whole entry of a cache, by name; damaged ones are left out."""
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            files = None if path.name.startswith(".") else _whole(path)
+            if files is not None:
+                yield path.name, files
+
+
+def store_entry(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write a cache entry atomically: readers see all of it or nothing."""
     make_private(folder.parent)
     with opened_private(folder.parent):
@@ -341,14 +365,27 @@ def _store(folder: Path, files: Mapping[str, bytes]) -> None:
     staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
     for file, text in files.items():
         (staged / file).write_bytes(text)
-    manifest = {file: _digest(text) for file, text in files.items()}
-    (staged / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (staged / _MANIFEST).write_bytes(manifest_of(files))
     if _whole(folder) is None:  # damaged; an intact one may be in use by other processes
         shutil.rmtree(folder, ignore_errors=True)
     try:
         staged.rename(folder)
     except OSError:  # another process was faster, with the same kernel
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def versions() -> tuple[str, ...]:
+    """Return the versions that machine code depends on: DSL and CUDA, Python and machine."""
+    dsl = _dsl("cutlass")
+    return (
+        f"{dsl.__version__} {dsl.CUDA_VERSION}",
+        f"{sys.implementation.cache_tag} {platform.machine()}",
+    )
+
+
+def sources_at_import() -> str:
+    """Return the digest of the sources that this process imported."""
+    return _SOURCES_AT_IMPORT
 
 
 def _described(argument: Any) -> str:
@@ -390,7 +427,8 @@ def sources_digest(root: Path) -> str:
     return digest.hexdigest()
 
 
-def _digest(text: bytes) -> str:
+def digest_of_bytes(text: bytes) -> str:
+    """Return the SHA-256 of bytes."""
     return hashlib.sha256(text).hexdigest()
 
 

@@ -7,6 +7,7 @@ A caller names operands and never relies on that order.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -22,6 +23,7 @@ from degarble.kernels.runtime.operands import (
     require_device,
     require_tensor,
 )
+from degarble.kernels.runtime.plain import to_plain
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 if TYPE_CHECKING:
@@ -242,7 +244,11 @@ class Kernel(Generic[P, F]):
 
         def compile_form(form: F, settings: CompileSettings) -> CompiledKernel:
             return compile_kernel(
-                self.entry, self._compile_arguments(form), TARGETS[_target(form)], settings
+                self.entry,
+                self._compile_arguments(form),
+                TARGETS[_target(form)],
+                settings,
+                request_of(self, form),
             )
 
         return cache(compile_form)
@@ -440,6 +446,35 @@ class KernelSequence(Generic[P]):
             tensors = _with_outputs(tensors, kernel.prepared(own).outputs)
             kernel.run_checked(own, settings, None, place, tensors)
         return self.results(problem, tensors)
+
+
+def place_of(kernel: Kernel[Any, Any]) -> str:
+    """Return where a module holds a descriptor: module:NAME, or module:NAME.number in a sequence.
+
+    Empty for one that no imported module of kernels holds.
+    """
+    inside = __name__.removesuffix("runtime.kernel")
+    modules = [each for name, each in tuple(sys.modules.items()) if name.startswith(inside)]
+    # The kernel's own module first: others may hold it under a name of theirs.
+    modules.sort(key=lambda module: module.__name__ != kernel.entry.__module__)
+    for module in modules:
+        for name, value in tuple(vars(module).items()):
+            if value is kernel:
+                return f"{module.__name__}:{name}"
+            if isinstance(value, KernelSequence):
+                for number, held in enumerate(value.kernels):
+                    if held is kernel:
+                        return f"{module.__name__}:{name}.{number}"
+    return ""
+
+
+def request_of(kernel: Kernel[P, F], form: F) -> Mapping[str, Any] | None:
+    """Return kernel and form as JSON data; None if they have no name outside of this process."""
+    place = place_of(kernel)
+    try:
+        return {"kernel": place, "form": to_plain(form)} if place else None
+    except InvalidArgument:
+        return None
 
 
 def renamed(kernel: Kernel[P, F], **names: str) -> Kernel[P, F]:

@@ -38,7 +38,9 @@ PLACES = [
 ]
 
 
-def asked_of(run: RunOptions, night_options: NightOptions, *, gpu: bool) -> NightConfig:
+def asked_of(
+    run: RunOptions, night_options: NightOptions, *, gpu: bool, say: Callable[[str], None]
+) -> NightConfig:
     assert run.checkpoint is not None, "the test needs it"
     assert run.reference is not None, "the test needs it"
     return NightConfig(
@@ -58,6 +60,7 @@ def asked_of(run: RunOptions, night_options: NightOptions, *, gpu: bool) -> Nigh
         commit=night_options.commit,
         subject=night_options.subject,
         within=night_options.within,
+        say=say,
     )
 
 
@@ -81,7 +84,7 @@ def _begun(
     nights: dict[bool, Night], run: RunOptions, *, gpu: bool, say: Callable[[str], None]
 ) -> Night:
     if gpu not in nights:
-        config = asked_of(run, run.night, gpu=gpu)
+        config = asked_of(run, run.night, gpu=gpu, say=say)
         if config.ranks > 1:
             nights[gpu] = Night(config, over_ranks(STEPS, config.ranks))
             return nights[gpu]

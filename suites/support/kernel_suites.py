@@ -17,4 +17,5 @@ HERE = KernelSuites(
     bench="degarble.suites.bench.night",
     first_minute="degarble.suites.support.probes.sm100_first_minute",
     contracts=(_SUITES / "kernels" / "test_contract.py",),
+    forms=_SUITES / "backends" / "needed_forms.json",
 )

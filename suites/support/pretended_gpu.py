@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -20,7 +21,7 @@ from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.bench import gpu, runner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from degarble.suites.bench.runner import Arm
 
@@ -38,9 +39,17 @@ def _seconds(arms: Sequence[Arm], rounds: int) -> list[tuple[float, ...]]:
     return [(1e-6,) * rounds for _ in arms]
 
 
+def _unheard(_kernel: Any, _form: Any) -> None:
+    """Hear of a form, and keep nothing."""
+
+
 @contextmanager
-def pretended_gpu(target: str = "sm_90a", device: str = META) -> Iterator[None]:
-    """Pretend a GPU of a target to all kernels and benches."""
+def pretended_gpu(
+    target: str = "sm_90a",
+    device: str = META,
+    heard: Callable[[Any, Any], None] = _unheard,
+) -> Iterator[None]:
+    """Pretend a GPU of a target to all kernels and benches; `heard` gets kernel and form."""
     for name in MODULES:
         import_module(module_of(name))
     instead: dict[str, Any] = {
@@ -64,8 +73,13 @@ def pretended_gpu(target: str = "sm_90a", device: str = META) -> Iterator[None]:
             fresh = getattr(vars(module).get("compile_form"), "__wrapped__", None)
             if fresh is not None:
                 stack.enter_context(mock.patch.dict(vars(module), {"compile_form": fresh}))
+
         # A property comes before what an instance keeps under its name.
-        compiling = property(lambda _kernel: lambda _form, _settings: _compiled())
+        def compile_form(kernel: Any, form: Any, _settings: Any) -> Any:
+            heard(kernel, form)
+            return _compiled()
+
+        compiling = property(lambda kernel: partial(compile_form, kernel))
         stack.enter_context(mock.patch.object(Kernel, "compile_form", compiling))
         stack.enter_context(mock.patch.object(gpu, "DEVICE", device))
         stack.enter_context(mock.patch.object(runner, "DEVICE", device))

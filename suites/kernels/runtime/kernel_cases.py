@@ -455,7 +455,9 @@ def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
         held.append(empty(*shape, **kind))
         return held[-1]
 
-    def compiled(entry: Any, arguments: Any, target: Any, _settings: Any) -> RecordingKernel:
+    def compiled(
+        entry: Any, arguments: Any, target: Any, _settings: Any, _described: Any
+    ) -> RecordingKernel:
         kernels.append(RecordingKernel(entry, arguments, target))
         return kernels[-1]
 

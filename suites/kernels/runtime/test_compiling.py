@@ -71,7 +71,7 @@ def test_the_second_time_it_comes_from_disk(crowded: ModuleType, tmp_path: Path)
     assert callable(second._run)
     (entry,) = entries(tmp_path / "kernels")
     assert sorted(path.name for path in entry.iterdir()) == [
-        *("kernel.cubin", "kernel.o", "kernel.ptx", "manifest.json")
+        *("kernel.cubin", "kernel.o", "kernel.ptx", "manifest.json", "request.json")
     ]
 
 
