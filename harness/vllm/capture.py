@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 PATH = "/degarble/capture"
 FOLDER_VARIABLE, TOKEN_VARIABLE = "DEGARBLE_CAPTURES", "DEGARBLE_CAPTURE_TOKEN"
 EXTENSION = "degarble.harness.vllm.capture.CaptureWorker"
+SWITCH = "degarble.harness.vllm.capture.CaptureSwitch"
 GRAPH_CLASS: Any = None  # None: torch.cuda.CUDAGraph
 _MOST_BODY = 64 << 10
 

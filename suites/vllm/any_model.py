@@ -269,12 +269,11 @@ def capture(checkpoint: Path, out: Path, attention: str | None = None) -> None:
 def capture_served(checkpoint: Path, out: Path, attention: str | None = None) -> None:
     """Start `vllm serve`, ask for two completions while a capture is open, and end it."""
     require_free(PORT)
-    switch = f"{vllm_capture.__name__}.{vllm_capture.CaptureSwitch.__name__}"
     line = [
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint),
         "--served-model-name", MODEL, "--enforce-eager", "--max-model-len", "512",
         "--gpu-memory-utilization", str(MEMORY), "--host", "127.0.0.1", "--port", str(PORT),
-        "--worker-extension-cls", vllm_capture.EXTENSION, "--middleware", switch,
+        "--worker-extension-cls", vllm_capture.EXTENSION, "--middleware", vllm_capture.SWITCH,
         *([] if attention is None else ["--attention-backend", attention]),
     ]  # fmt: skip
     captures = out.with_suffix(".captures")

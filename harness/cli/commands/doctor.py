@@ -1,6 +1,7 @@
 """Command line of `degarble doctor`: find out what a target is, and do all that can be done."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -138,6 +139,11 @@ def _recognised(options: DoctorArguments) -> tuple["DoctorTarget", "DoctorOption
             "--prompts", f"with a {target.kind}", "a checkpoint or a server, which are asked",
             "Leave --prompts out.",
         )  # fmt: skip
+    if options.reference is not None and target.kind is TargetKind.KERNEL:
+        raise InvalidArgument(
+            "--reference", "with a kernel", "a checkpoint, a capture or a server",
+            "Leave --reference out: an output is judged against exact arithmetic on its operands.",
+        )  # fmt: skip
     wanted = DoctorOptions(
         options.out, options.reference, line, minutes=options.minutes, prompts=options.prompts
     )
@@ -184,7 +190,7 @@ class _Session:
             self._announce(number, step)
             outcome = self._taken(step, bodies[step.name])
             self.outcomes.append(outcome)
-            if outcome.document.get("error") and step.name in (steps.CAPTURE, steps.ENGINE):
+            if outcome.document.get("error") and step.name in steps.RECORDING:
                 missing = step.name
 
     def _announce(self, number: int, step: "DoctorStep") -> None:
@@ -330,7 +336,7 @@ class _Session:
             for origin in outcome.document.get("origins") or ():
                 run = getattr(origin, "reproducer", None)
                 if run and outcome.step.name == "check":
-                    return f"python {run}"
+                    return shlex.join(["python", str(run)])
             for cause in outcome.document.get("causes") or ():
                 return f"degarble faults show {cause['fault']}"
         names = [outcome.step.name for outcome in self.wrong]

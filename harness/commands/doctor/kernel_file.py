@@ -27,7 +27,7 @@ from degarble.harness.formats.number_formats import (
 from degarble.harness.formats.quantise import QuantisedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -49,13 +49,12 @@ def judge_file(path: Path) -> JudgedKernel:
             "component in the file's metadata", component, f"one of {', '.join(JUDGED)}",
             "Judge another one in Python: degarble.harness.api.judge.",
         )  # fmt: skip
-    _require_known(tensors)
     operands = {name: _operand(name, tensors, stated) for name in sorted(_ROLES - {"out"})}
     given = {name: operand for name, operand in operands.items() if operand is not None}
     output = tensors.get("out")
     needed = {"gemm": {"x", "w"}, "rmsnorm": {"x"}, "swiglu": {"x"}}[component]
-    if {"gate", "up"} <= given.keys():
-        needed = needed - {"x"}
+    if component == "swiglu" and {"gate", "up"} <= given.keys():
+        needed = set()
     if output is None or needed - given.keys():
         missing = sorted(needed - given.keys()) + (["out"] if output is None else [])
         raise InvalidArgument(
@@ -73,8 +72,9 @@ def judge_file(path: Path) -> JudgedKernel:
 def _read(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dict
-            return tensors, file.metadata() or {}
+            names = list(file.keys())
+            _require_known(names)  # before tensors of a whole model are read
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except (SafetensorError, OSError, ValueError) as error:
         raise UnreadableFile(
             str(path), f"{type(error).__name__}: {error}", "a whole .safetensors file",
@@ -82,8 +82,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
         ) from error  # fmt: skip
 
 
-def _require_known(tensors: Mapping[str, Tensor]) -> None:
-    for name in tensors:
+def _require_known(names: Sequence[str]) -> None:
+    for name in names:
         role, _, part = name.partition(".")
         if role not in _ROLES or part not in _PARTS:
             raise InvalidArgument(
@@ -91,6 +91,10 @@ def _require_known(tensors: Mapping[str, Tensor]) -> None:
                 "Rename it, or leave it out of the file. Tensors of a whole model are a checkpoint:"
                 " name their folder.",
             )  # fmt: skip
+        if part and role in names:
+            raise InvalidArgument(
+                "tensor", name, f"either {role} or its codes and scales", "Leave one of them out."
+            )
 
 
 def _operand(

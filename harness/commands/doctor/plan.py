@@ -5,6 +5,7 @@ Durations are estimates from measured rates (docs/figures.md); they decide only 
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ NEW_TOKENS, PROMPTS = 4, 3
 
 AUDIT, CAPTURE, CHECK, ENGINE = "audit", "capture", "check", "engine"
 PROBE, JUDGE, LOADER, KERNELS = "probe", "judge", "loader", "kernels"
+RECORDING = (CAPTURE, ENGINE)  # steps that record the run which CHECK judges
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,24 @@ _ARTICLE = {
 
 def plan_for(target: DoctorTarget, options: DoctorOptions) -> DoctorPlan:
     """Return the steps for a target; those that take longer than allowed are left out by name."""
-    steps = _STEPS[target.kind](target, options)
-    return DoctorPlan(target, tuple(_within(step, options.minutes) for step in steps))
+    steps, missing = list[DoctorStep](), ""
+    for planned in _STEPS[target.kind](target, options):
+        step = _within(planned, options.minutes)
+        if step.name == CHECK and missing:
+            step = replace(step, left_out=f"It needs the run of the step {missing}.")
+        if step.left_out and step.name in RECORDING:
+            missing = step.name
+        steps.append(step)
+    return DoctorPlan(target, tuple(steps))
 
 
 def _within(step: DoctorStep, minutes: float) -> DoctorStep:
     if step.left_out or step.seconds <= 60 * minutes:
         return step
     took = f"It takes about {duration(step.seconds)}, more than the {minutes:g} minutes allowed."
-    return replace(step, left_out=f"{took} Run it alone: {step.command or '--minutes N'}")
+    alone = f"Run it alone: {step.command}"
+    allow = f"Allow it: --minutes {math.ceil(step.seconds / 60)}"
+    return replace(step, left_out=f"{took} {alone if step.line else allow}")
 
 
 def free_folder(folder: Path) -> Path:

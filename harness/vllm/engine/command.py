@@ -13,6 +13,7 @@ import shlex
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from degarble.harness.vllm.engine.server import LOCAL, Caller, RunningServer, re
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-SWITCH = f"{vllm_capture.__name__}.{vllm_capture.CaptureSwitch.__name__}"
 START_SECONDS = 1800.0
 _CLOSE_SECONDS = 600.0
 _PORT = 8000  # vLLM's own default
@@ -121,7 +121,12 @@ class EngineCommand:
     @property
     def loader(self) -> str:
         """Return the map for `audit --loader`: vLLM's, for this command's ranks."""
-        ranks = int(self.option("--tensor-parallel-size", "-tp") or 1)
+        stated = self.option("--tensor-parallel-size", "-tp") or "1"
+        if not stated.isdecimal() or int(stated) < 1:
+            raise InvalidArgument(
+                "--tensor-parallel-size", stated, "a number of GPUs", "Write it as a whole number."
+            )
+        ranks = int(stated)
         if ranks == 1:
             return "vllm"
         expert = self.option("--enable-expert-parallel", "-ep") is not None
@@ -140,7 +145,8 @@ class EngineCommand:
             words.append("--enforce-eager")
         if extension is None:
             words += ["--worker-extension-cls", vllm_capture.EXTENSION]
-        return words if SWITCH in words else [*words, "--middleware", SWITCH]
+        switch = vllm_capture.SWITCH
+        return words if switch in words else [*words, "--middleware", switch]
 
     def require_startable(self) -> None:
         """Refuse a program that is not there, and a port that is taken."""
@@ -195,7 +201,7 @@ class RecordingEngine:
             caller = replace(self.caller, token=token)
             reply = caller.call(path, body, method, wait=_CLOSE_SECONDS)
             found: dict[str, Any] = dict(reply.json())
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, HTTPException, ValueError, TypeError) as error:
             raise UnusableServer(
                 path, f"{type(error).__name__}: {error}", "an answer of the engine",
                 "Look at the engine's log.",

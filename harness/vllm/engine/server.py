@@ -65,7 +65,6 @@ class ServerCase:
         """Return the command line."""
         own = {"parts": dict(self.parts), "told": str(told)}
         graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 4, 16, 64]}
-        middleware = f"{vllm_capture.__name__}.{vllm_capture.CaptureSwitch.__name__}"
         return [
             sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint),
             "--served-model-name", MODEL, "--quantization", PLUGIN, "--kv-cache-dtype", "fp8",
@@ -76,7 +75,7 @@ class ServerCase:
             "--additional-config", json.dumps({PLUGIN: own}),
             *(["--compilation-config", json.dumps(graphs)] if self.graphs else [
                 "--enforce-eager", "--worker-extension-cls", vllm_capture.EXTENSION,
-                "--middleware", middleware]),
+                "--middleware", vllm_capture.SWITCH]),
             *(["--tensor-parallel-size", str(self.ranks), "--enable-expert-parallel",
                "--disable-custom-all-reduce"] if self.ranks > 1 else []),
         ]  # fmt: skip
@@ -167,7 +166,7 @@ class RunningServer:
             try:
                 if caller.call("/health", wait=5).status == 200:
                     return self.process.poll() is None  # else another server holds the port
-            except OSError:
+            except (OSError, http.client.HTTPException):
                 pass
             time.sleep(0.5)
         return False

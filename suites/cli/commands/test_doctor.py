@@ -115,9 +115,10 @@ def test_an_interrupted_run_tells_what_was_done(
         (("http://127.0.0.1:1", "--engine", f"vllm serve {TINY}"), "a checkpoint as TARGET"),
         ((TINY, "--minutes", "0"), "--minutes"),
         ((TINY / "model-00001-of-00001.safetensors", "--prompts", __file__), "with a kernel"),
+        ((TINY / "model-00001-of-00001.safetensors", "--reference", TINY), "with a kernel"),
         ((TINY, "--prompts", "nowhere.txt"), "nowhere.txt"),
     ],
-    ids=["hub", "other", "server", "minutes", "kernel", "prompts"],
+    ids=["hub", "other", "server", "minutes", "kernel", "kernel-reference", "prompts"],
 )
 def test_what_does_not_go_together_is_refused(
     words: tuple[object, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

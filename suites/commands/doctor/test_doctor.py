@@ -119,6 +119,15 @@ def test_an_engine_is_started_and_its_run_checked(tmp_path: Path) -> None:
     assert next_command(target, options, []) == "degarble probe http://h:1"
 
 
+def test_no_run_is_checked_that_nobody_has_time_to_record(tmp_path: Path) -> None:
+    target = recognise(str(checkpoint(tmp_path / "ck")))
+    plan = plan_for(target, DoctorOptions(tmp_path, engine="vllm serve ck", minutes=1))
+    assert [step.name for step in plan.done] == [AUDIT]
+    left_out = {step.name: step.left_out for step in plan.steps if step.left_out}
+    assert left_out[ENGINE].endswith("Allow it: --minutes 2")
+    assert left_out[CHECK] == "It needs the run of the step engine."
+
+
 def test_nothing_that_exists_is_written_into(tmp_path: Path) -> None:
     assert free_folder(tmp_path / "a") == tmp_path / "a"
     (tmp_path / "a").mkdir()
@@ -185,11 +194,12 @@ def test_a_saved_norm_is_judged(tmp_path: Path) -> None:
     [
         ({"x": torch.ones(2, 16)}, {}, "Save w, out too"),
         ({"x": torch.ones(2, 16), "model.embed": torch.ones(2)}, {}, "model.embed"),
+        ({"x": torch.ones(2, 16), "x.codes": torch.ones(2, 8)}, {}, "either x or its codes"),
         ({"x": torch.ones(2, 16)}, {"component": "attention"}, "attention"),
         ({"x": torch.ones(2, 16), "out": torch.ones(2, 16)},
          {"component": "rmsnorm", "epsilon": "small"}, "epsilon"),
     ],
-    ids=["incomplete", "foreign", "component", "epsilon"],
+    ids=["incomplete", "foreign", "twice", "component", "epsilon"],
 )  # fmt: skip
 def test_files_that_cannot_be_judged_are_refused(
     tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], told: str

@@ -17,7 +17,6 @@ from degarble.harness.base.errors import (
 )
 from degarble.harness.vllm import capture as plugin
 from degarble.harness.vllm.engine.command import (
-    SWITCH,
     EngineCommand,
     RecordingEngine,
     is_engine_command,
@@ -46,7 +45,8 @@ def test_what_a_capture_needs_is_added_once() -> None:
     words = command.recorded()
     assert words[:5] == ["vllm", "serve", "ck", "--max-model-len", "64"]
     assert words[5:] == [
-        "--enforce-eager", "--worker-extension-cls", plugin.EXTENSION, "--middleware", SWITCH,
+        "--enforce-eager", "--worker-extension-cls", plugin.EXTENSION,
+        "--middleware", plugin.SWITCH,
     ]  # fmt: skip
     assert EngineCommand(tuple(words)).recorded() == words
 
@@ -54,6 +54,7 @@ def test_what_a_capture_needs_is_added_once() -> None:
 def read_and_record(line: str) -> None:
     command = EngineCommand.from_text(line)
     assert command.model
+    assert command.loader
     command.require_startable()
 
 
@@ -66,6 +67,7 @@ def read_and_record(line: str) -> None:
         ("vllm serve ck -pp 2", "-pp"),
         ("vllm serve --port 1", "the word after `serve`"),
         ("vllm serve ck --port many", "--port"),
+        ("vllm serve ck -tp many", "a number of GPUs"),
         ("vllm serve ck --worker-extension-cls mine.Own", "mine.Own"),
     ],
 )
