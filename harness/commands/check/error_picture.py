@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from degarble.harness.commands.check.check import DiagnosedOrigin
     from degarble.harness.engine.faults.model_faults import FaultVariant
     from degarble.harness.engine.localise.discrepancy import Discrepancy
+    from degarble.harness.formats.number_formats import ElementFormat
     from degarble.harness.report.blocks import Block
 
     Values = NDArray[np.float64]
 
 _CELLS = (32, 64)  # of a picture, at most
 _CLOSE = (16, 32)  # elements of a close picture
-_MOST = 1 << 23  # elements that are looked at; of a larger output the rows around its worst
+_MOST = 1 << 23  # elements at once; of a larger output the rows around its worst are pictured
 _BY_TOKEN = 3  # axes of an output that has several rows a token: heads, slots, streams
 _SCALE = 0.99  # of the twin's values lie on the scale of colours
 
@@ -62,31 +63,30 @@ def error_blocks(origin: DiagnosedOrigin) -> tuple[Block, ...]:
     made = _reproduced(origin, name)
     if made is not None and made.shape == twin.shape and made.dtype == twin.dtype:
         sides[f"{other} with this cause"] = made
-    apart, unit = _apart(discrepancy, candidate, twin)
-    return tuple(_blocks(discrepancy, sides, apart, unit))
+    return tuple(_blocks(discrepancy, sides, _Differences(discrepancy, candidate, twin)))
 
 
 def _blocks(
-    discrepancy: Discrepancy, sides: Mapping[str, Tensor], apart: Values, unit: str
+    discrepancy: Discrepancy, sides: Mapping[str, Tensor], differences: _Differences
 ) -> Iterator[Block]:
-    tall, wide = apart.shape
-    worst = np.unravel_index(int(apart.argmax()), apart.shape)
-    rows = max(1, _MOST // wide)
-    first = max(0, min(int(worst[0]) - rows // 2, tall - rows))
-    values = {name: _flat(side)[first : first + rows] for name, side in sides.items()}
+    tall, wide = differences.shape
+    worst, rows = differences.worst(), max(1, _MOST // wide)
+    first = max(0, min(worst[0] - rows // 2, tall - rows))
+    shown = slice(first, first + rows)
+    values = {name: values_of_any(_as_matrix(side)[shown]) for name, side in sides.items()}
     ends = (first, min(tall, first + rows)), (0, wide)
     lines = _lines(discrepancy, wide)
     cell = tuple(-(-(e - s) // most) for (s, e), most in zip(ends, _CELLS, strict=True))
     step = discrepancy.record.step if discrepancy.record is not None else 0
     where = f"{discrepancy.site} in step {step}"
-    views = _Views(values, apart[first : first + rows], unit, lines)
+    views = _Views(values, differences.of(shown), differences.unit, lines)
     yield views.picture(
         f"The error of {where}, by rows and columns", ends, (cell[0], cell[1]), first
     )
     if cell != (1, 1):
         close = []
         for at, size, (start, end) in zip(worst, _CLOSE, ends, strict=True):
-            begin = int(at) // size * size
+            begin = at // size * size
             close.append((max(start, begin), min(end, begin + size)))
         caption = f"Around its worst element, row {worst[0]}, column {worst[1]}"
         yield views.picture(caption, (close[0], close[1]), (1, 1), first)
@@ -128,33 +128,57 @@ class _Views:
         )
 
 
-def _flat(tensor: Tensor) -> Values:
-    """Return a tensor as rows by columns of float64."""
-    plain = values_of_any(tensor.detach().cpu())
-    return plain.reshape(-1, plain.shape[-1]) if plain.ndim > 1 else plain.reshape(1, -1)
+def _as_matrix(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else len(tensor))
 
 
-def _apart(discrepancy: Discrepancy, candidate: Tensor, twin: Tensor) -> tuple[Values, str]:
-    """Return each element's difference and its unit: budgets, or steps where there are none."""
-    c, t = _flat(candidate), _flat(twin)
-    alike = (c == t) | (np.isnan(c) & np.isnan(t))
-    finite = np.isfinite(c) & np.isfinite(t)
-    allowed = _allowed(discrepancy, t)
-    if allowed is not None:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found, unit = np.abs(c - t) / allowed, "budgets"
-    elif (
-        twin.dtype in FORMAT_OF_DTYPE and twin.dtype.itemsize > 1 and candidate.dtype == twin.dtype
-    ):
-        steps = value_ulp_distance(candidate.detach().cpu(), twin.detach().cpu())
-        found, unit = steps.double().numpy().reshape(c.shape), "ulps"
-    else:
-        found, unit = np.ones(c.shape), "or more: other codes"
-    return np.where(alike, 0.0, np.where(finite, found, math.inf)), unit
+class _Differences:
+    """Every element's difference, for some rows at a time: a large output has many gigabytes."""
+
+    def __init__(self, discrepancy: Discrepancy, candidate: Tensor, twin: Tensor) -> None:
+        self._candidate, self._twin = _as_matrix(candidate), _as_matrix(twin)
+        self._budget = _budget(discrepancy)
+        self._has_ulps = twin.dtype in FORMAT_OF_DTYPE and twin.dtype.itemsize > 1
+        known = "budgets" if self._budget is not None else "ulps"
+        coded = self._budget is None and not self._has_ulps
+        self.unit = "or more: other codes" if coded else known
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return rows and columns."""
+        return self._twin.shape[0], self._twin.shape[1]
+
+    def of(self, rows: slice) -> Values:
+        """Return the differences of some rows in budgets, or in steps where there are none."""
+        candidate, twin = self._candidate[rows], self._twin[rows]
+        c, t = values_of_any(candidate), values_of_any(twin)
+        alike = (c == t) | (np.isnan(c) & np.isnan(t))
+        finite = np.isfinite(c) & np.isfinite(t)
+        if self._budget is not None:
+            slack, kept = self._budget
+            allowed = _allowed(t, slack[rows].double().numpy(), kept)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found = np.abs(c - t) / allowed
+        elif self._has_ulps:
+            found = value_ulp_distance(candidate, twin).double().numpy()
+        else:
+            found = np.ones(c.shape)
+        return np.where(alike, 0.0, np.where(finite, found, math.inf))
+
+    def worst(self) -> tuple[int, int]:
+        """Return row and column of the largest difference."""
+        (tall, wide), largest, worst = self.shape, -1.0, (0, 0)
+        step = max(1, _MOST // wide)
+        for first in range(0, tall, step):
+            part = self.of(slice(first, first + step))
+            row, column = divmod(int(part.argmax()), wide)
+            if part[row, column] > largest:
+                largest, worst = float(part[row, column]), (first + row, column)
+        return worst
 
 
-def _allowed(discrepancy: Discrepancy, t_MK: Values) -> Values | None:
-    """Return the budget of each element; None on an edge, and where none is derived."""
+def _budget(discrepancy: Discrepancy) -> tuple[Tensor, ElementFormat] | None:
+    """Return slack and format of an output; None on an edge, and where no budget is derived."""
     record, context = discrepancy.record, discrepancy.context
     if record is None or record.implied:
         return None
@@ -163,12 +187,15 @@ def _allowed(discrepancy: Discrepancy, t_MK: Values) -> Values | None:
         budget = budgets_of(call).get(discrepancy.name)
         if budget is None:
             return None
-        shape = record.expected[discrepancy.name].shape
-        slack = budget.slack.detach().cpu().expand(shape).double().numpy().reshape(t_MK.shape)
+        slack = budget.slack.expand(record.expected[discrepancy.name].shape)
+        return _as_matrix(slack), budget.output
     except CANNOT_RUN:
         return None
-    sized = np.nan_to_num(np.abs(t_MK) + slack, posinf=0.0)
-    return np.where(slack > 0, (slack + spacing(sized, budget.output)) / HEADROOM, 0.0)
+
+
+def _allowed(t_MK: Values, slack_MK: Values, kept: ElementFormat) -> Values:
+    sized = np.nan_to_num(np.abs(t_MK) + slack_MK, posinf=0.0)
+    return np.where(slack_MK > 0, (slack_MK + spacing(sized, kept)) / HEADROOM, 0.0)
 
 
 def _reproduced(origin: DiagnosedOrigin, name: str) -> Tensor | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,8 +118,8 @@ class Twin:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give components other names; two of one name are refused."""
-        new = [names.get(name, name) for name in self.names]
-        twice = next((name for name in new if new.count(name) > 1), None)
+        new = Counter(names.get(name, name) for name in self.names)
+        twice = next((name for name, count in new.items() if count > 1), None)
         if twice is not None:
             raise InvalidArgument(
                 "names of the twin", [old for old in self.names if names.get(old, old) == twice],
