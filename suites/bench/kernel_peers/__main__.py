@@ -94,7 +94,6 @@ class Run:
     lost: dict[str, dict[str, str]] = field(default_factory=dict)  # kernels by row
     left: list[str] = field(default_factory=list)  # rows for which time was up
     at: tuple[str, str] = ("", "")  # row and kernel that run now
-    lock: Any = field(default_factory=threading.Lock)
 
     def write(self) -> None:
         """Replace both files as they are now."""
@@ -136,22 +135,25 @@ class Hang:
     def __init__(self, run: Run, restart: Callable[[], None], seconds: float) -> None:
         self.run, self.restart, self.seconds = run, restart, seconds
         self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
 
     def at(self, row: str, kernel: str) -> None:
         """Watch a kernel; an empty name ends the watch."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        with self.run.lock:
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
             self.run.at = (row, kernel)
-        if kernel:
-            self._timer = threading.Timer(self.seconds, self._expired)
-            self._timer.daemon = True
-            self._timer.start()
+            if kernel:
+                self._timer = threading.Timer(self.seconds, self._expired, self.run.at)
+                self._timer.daemon = True
+                self._timer.start()
 
-    def _expired(self) -> None:
-        self.run.lose(f"did not end in {self.seconds:.0f} s")
-        self.restart()
+    def _expired(self, row: str, kernel: str) -> None:
+        with self._lock:  # the main thread waits here, or the kernel has just ended
+            if self.run.at == (row, kernel):
+                self.run.lose(f"did not end in {self.seconds:.0f} s")
+                self.restart()
 
 
 def measured(run: Run, groups: Sequence[str], options: Any, clock: Clock, hang: Hang) -> None:
@@ -271,7 +273,8 @@ def restarted(arguments: Sequence[str], deadline: float) -> None:
             skip = argument == "--within" and not skip
             continue
         rest.append(argument)
-    within = [] if deadline == float("inf") else ["--within", f"{deadline - time.monotonic():.0f}"]
+    left = deadline - time.monotonic()
+    within = [] if left == float("inf") else ["--within", f"{max(1.0, left):.0f}"]  # 0: no limit
     command = [sys.executable, "-m", HOME, *rest, "--resume", *within]
     sys.stdout.flush()
     os.execv(sys.executable, command)

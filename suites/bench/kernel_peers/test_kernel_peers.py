@@ -627,7 +627,9 @@ def test_a_kernel_that_hangs_ends_the_process(planted: Any, tmp_path: Path) -> N
     hang = command.Hang(run, lambda: planted.restarts.append("again"), 60)
     hang.at("fp8: one", "slow")
     assert hang._timer is not None
-    hang._expired()
+    hang._expired("fp8: one", "before")  # it ended just as its time was up
+    assert planted.restarts == []
+    hang._expired("fp8: one", "slow")
     hang.at("", "")
     assert planted.restarts == ["again"]
     assert json.loads((tmp_path / "kernels.json").read_text())["lost"] == {
