@@ -123,7 +123,7 @@ def against(session: Session, other: Side, tell: Callable[[str], None]) -> Again
             f"--against {other.name}", "a server without prompt log-probabilities",
             "texts that both sides score", "Allow echo with logprobs, or prompt_logprobs.",
         )  # fmt: skip
-    found = Against(other.name, ProbedCheck("against", "Do both sides give the same?"))
+    found = Against(other.name, ProbedCheck("against"))
     found.result.unit = "texts"
     apart = 0
     this = ServerSide(session.server)

@@ -115,12 +115,28 @@ class Status(StrEnum):
     CUT = "not finished"
 
 
+QUESTIONS = {
+    "repeats": "Does the same request, alone, get the same answer?",
+    "cache": "Does a cached prefix give what a cold one gives?",
+    "prefill": "Does prefill give the log-probabilities that decoding gave?",
+    "chunks": "Does a prompt give the same whole and in pieces?",
+    "batch": "Does an answer depend on what is computed with it?",
+    "stream": "Is a streamed answer the one that comes whole?",
+    "long": "Does a long prompt count from its first token to its last?",
+    "sampling": "Does sampling follow temperature, seed and probabilities?",
+    "stops": "Do stops and limits end a text where they should?",
+    "chat": "Does a chat read every message, by its own template?",
+    "numbers": "Are the log-probabilities those of the tokens that came?",
+    "usage": "Are the counts of tokens right?",
+    "against": "Do both sides give the same?",
+}
+
+
 @dataclass
 class ProbedCheck:
     """What a check gathered, and later what it was judged."""
 
     name: str
-    question: str
     comparisons: list[ProbedComparison] = field(default_factory=list)
     findings: list[ProbeFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -132,6 +148,11 @@ class ProbedCheck:
     shape_noise: float | None = None  # of one kernel in several shapes
     looked_at: int = 0  # things that were compared without distances
     texts_apart: int = 0  # answers whose text is another one
+
+    @property
+    def question(self) -> str:
+        """Return what it asks."""
+        return QUESTIONS[self.name]
 
     @property
     def positions(self) -> int:

@@ -223,12 +223,12 @@ def _run(check: Check, session: Session, result: ProbeResult) -> None:
     missing = [feature for feature in check.needs if not server.offers(feature)]
     if missing:
         reason = f"needs {missing[0]}; {server.lacks[missing[0]]}"
-        skipped = ProbedCheck(check.name, _QUESTIONS[check.name], status=Status.SKIPPED)
+        skipped = ProbedCheck(check.name, status=Status.SKIPPED)
         skipped.reason = reason
         result.checks.append(skipped)
         return
     before = server.client.traffic.requests
-    cut = ProbedCheck(check.name, _QUESTIONS[check.name], status=Status.CUT)
+    cut = ProbedCheck(check.name, status=Status.CUT)
     result.checks.append(cut)
     try:
         made = check.run(session)
@@ -242,20 +242,6 @@ def _run(check: Check, session: Session, result: ProbeResult) -> None:
         return
     made.requests = server.client.traffic.requests - before
     result.checks[-1] = made
-
-
-_QUESTIONS = {
-    "repeats": "Does the same request, alone, get the same answer?",
-    "cache": "Does a cached prefix give what a cold one gives?",
-    "prefill": "Does prefill give the log-probabilities that decoding gave?",
-    "chunks": "Does a prompt give the same whole and in pieces?",
-    "batch": "Does an answer depend on what is computed with it?",
-    "stream": "Is a streamed answer the one that comes whole?",
-    "long": "Does a long prompt count from its first token to its last?",
-    "sampling": "Does sampling follow temperature, seed and probabilities?",
-    "stops": "Do stops and limits end a text where they should?",
-    "chat": "Does a chat read every message, by its own template?",
-}
 
 
 def _repeat_at_end(session: Session, result: ProbeResult) -> None:

@@ -36,7 +36,7 @@ _EQUAL = 1e-9
 
 def repeats(session: Session) -> ProbedCheck:
     """Ask the same alone, again and again."""
-    result = ProbedCheck("repeats", "Does the same request, alone, get the same answer?")
+    result = ProbedCheck("repeats")
     asks = session.asks()
     again = [session.server.complete(ask) for ask in asks]
     add_answers(session, result, asks, again, "at once")
@@ -52,7 +52,7 @@ def repeat_at_end(session: Session, result: ProbedCheck) -> None:
 
 def batches(session: Session) -> ProbedCheck:
     """Ask alone, and at the same time as others."""
-    result = ProbedCheck("batch", "Does an answer depend on what is computed with it?")
+    result = ProbedCheck("batch")
     asks = session.asks()
     for size in BATCHES:
         members = asks[:size]
@@ -91,9 +91,7 @@ def _whose(session: Session, comparison: ProbedComparison) -> int | None:
 
 def prefill(session: Session) -> ProbedCheck:
     """Score the tokens of the first answers as prompts."""
-    result = ProbedCheck(
-        "prefill", "Does prefill give the log-probabilities that decoding gave?", unit="prompts"
-    )
+    result = ProbedCheck("prefill", unit="prompts")
     slopes: list[float] = []
     for number, (prompt, answer) in enumerate(zip(session.prompts, session.cold, strict=True)):
         session.tail = ()
@@ -143,7 +141,7 @@ def _add_prefilled(
 
 def chunks(session: Session) -> ProbedCheck:
     """Decode over the borders at which prefill may cut a prompt, and prefill the same whole."""
-    result = ProbedCheck("chunks", "Does a prompt give the same whole and in pieces?")
+    result = ProbedCheck("chunks")
     server = session.server
     result.unit = "prompts"
     lengths: list[tuple[Position, ...]] = []
@@ -169,7 +167,7 @@ def chunks(session: Session) -> ProbedCheck:
 
 def cached(session: Session) -> ProbedCheck:
     """Ask for prompts whose beginning was computed before, and for others that look like them."""
-    result = ProbedCheck("cache", "Does a cached prefix give what a cold one gives?")
+    result = ProbedCheck("cache")
     server = session.server
     for number, (cold, ask) in enumerate(zip(session.cold, session.asks(), strict=True)):
         warm = session.base[number].positions
@@ -253,7 +251,7 @@ def _ask_similar(
 
 def long_context(session: Session) -> ProbedCheck:
     """Exchange a quarter of a long prompt: every quarter has to matter."""
-    result = ProbedCheck("long", "Does a long prompt count from its first token to its last?")
+    result = ProbedCheck("long")
     longest = session.most_tokens - _AHEAD
     for length in sorted({min(512, longest), longest}):
         ids, other = session.cut(length), session.cut(session.most_tokens - _AHEAD, first=1)
@@ -337,7 +335,7 @@ def _stays_silent(session: Session, whole: Prompt, variant: Prompt) -> bool:
 
 def streamed(session: Session) -> ProbedCheck:
     """Ask for the same as a stream."""
-    result = ProbedCheck("stream", "Is a streamed answer the one that comes whole?")
+    result = ProbedCheck("stream")
     server = session.server
     parted = []
     for number, ask in enumerate(session.asks()[:4]):

@@ -52,7 +52,7 @@ def numbers(session: Session, tie: float) -> ProbedCheck:
 
     `tie` is how far two tokens may be apart and still be exchanged by rounding.
     """
-    result = ProbedCheck("numbers", "Are the log-probabilities those of the tokens that came?")
+    result = ProbedCheck("numbers")
     wrong: dict[str, list[str]] = {}
     refused: list[tuple[dict[str, Any], str]] = []
     for body, answer in session.server.seen:
@@ -142,7 +142,7 @@ def _look_for_ends(session: Session, result: ProbedCheck) -> None:
 
 def sampling(session: Session) -> ProbedCheck:
     """Draw at temperature 1: by the stated probabilities, and by the seed."""
-    result = ProbedCheck("sampling", "Does sampling follow temperature, seed and probabilities?")
+    result = ProbedCheck("sampling")
     if session.server.offers("seed"):
         _ask_seeds(session, result)
     else:
@@ -274,7 +274,7 @@ def _ask_temperature(session: Session, result: ProbedCheck) -> None:
 
 def stops(session: Session) -> ProbedCheck:
     """Ask for a stop in the middle of a known answer."""
-    result = ProbedCheck("stops", "Do stops and limits end a text where they should?")
+    result = ProbedCheck("stops")
     wrong = []
     for number, ask in enumerate(session.asks()):
         base = session.base[number]
@@ -323,7 +323,7 @@ def _stop_in(base: Answer) -> str | None:
 
 def usage(session: Session) -> ProbedCheck:
     """Hold the stated counts against what was sent and came back."""
-    result = ProbedCheck("usage", "Are the counts of tokens right?")
+    result = ProbedCheck("usage")
     notes = session.server.usage_notes
     result.looked_at = len(session.server.seen)
     if len(notes) >= 2:
@@ -340,7 +340,7 @@ def usage(session: Session) -> ProbedCheck:
 
 def chats(session: Session) -> ProbedCheck:
     """Change one message at a time: each must matter; and hold the template against its own ids."""
-    result = ProbedCheck("chat", "Does a chat read every message, by its own template?")
+    result = ProbedCheck("chat")
     texts = session.options.texts
     one, two, three = (texts[n % len(texts)] for n in range(3))
     talk = [_said("user", one), _said("assistant", two), _said("user", three)]

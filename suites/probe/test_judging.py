@@ -88,8 +88,7 @@ def test_what_rounding_does_not_explain(comparisons: list[ProbedComparison], fou
 
 def results(**sizes: float) -> list[ProbedCheck]:
     return [
-        ProbedCheck(name, "", [sized(n, *[size] * 8) for n in range(8)])
-        for name, size in sizes.items()
+        ProbedCheck(name, [sized(n, *[size] * 8) for n in range(8)]) for name, size in sizes.items()
     ]
 
 
