@@ -3,41 +3,37 @@
     x, w, out              tensors; bias too, where the product adds one
     x.codes, x.block_scale, x.tensor_scale    a quantised operand in their place, w likewise
 
-Metadata of the file may state `component` (gemm, rmsnorm, swiglu), `format` (nvfp4), `layout` of
-the block scales (linear, 128x4, 8x4), and `epsilon` of a norm. safetensors holds no code to run.
+Metadata of the file may state `component` (gemm, rmsnorm, swiglu), `format` (nvfp4, mxfp4, mxfp8,
+fp8), `layout` of the block scales (linear, 128x4, 8x4), and `epsilon` of a norm. safetensors holds
+no code to run.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
-from degarble.harness.base.errors import InvalidArgument, UnreadableFile
+from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
 from degarble.harness.engine.diagnose.judge.judge import OPERATIONS, Setting, judge
-from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.layouts import scale_layout
-from degarble.harness.formats.number_formats import (
-    NVFP4,
-    NibbleOrder,
-    ScaleDirection,
-    block_format,
-)
-from degarble.harness.formats.quantise import QuantisedTensor
+from degarble.harness.formats.operands import fp8, mxfp4, mxfp8, nvfp4
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from degarble.harness.engine.diagnose.judge.report import JudgedKernel
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 JUDGED = OPERATIONS[:3]  # those whose output is one tensor
 _NAMES = "x, w and out, or x.codes, x.block_scale and x.tensor_scale in the place of x"
 _ROLES = {"x", "w", "gate", "up", "bias", "out"}
 _PARTS = {"", "codes", "block_scale", "tensor_scale"}
+_FORMATS: Mapping[str, Callable[..., QuantisedTensor]] = {
+    "nvfp4": nvfp4, "mxfp4": mxfp4, "mxfp8": mxfp8, "fp8": fp8,
+}  # fmt: skip
 
 
 def judge_file(path: Path) -> JudgedKernel:
@@ -104,21 +100,18 @@ def _operand(
     codes, block_scale = tensors.get(f"{name}.codes"), tensors.get(f"{name}.block_scale")
     if codes is None or block_scale is None:
         return tensors.get(name)
-    form = block_format(stated.get("format", NVFP4.name))
+    form, layout = stated.get("format", "nvfp4").lower(), stated.get("layout", "linear")
+    if form not in _FORMATS:
+        raise UnknownName.among("format in the file's metadata", form, _FORMATS)
     scale = tensors.get(f"{name}.tensor_scale")
-    layout = scale_layout(stated.get("layout", "linear"))
-    width = codes.shape[-1] * (2 if form.packed else 1)
-    return QuantisedTensor(
-        codes=codes.view(torch.uint8),
-        block_scale=block_scale.view(torch.uint8),
-        tensor_scale=None if scale is None else scale.float().reshape(()),
-        format=form,
-        dialect=CANONICAL,
-        layout=layout,
-        direction=None if scale is None else ScaleDirection.DECODE,
-        nibble_order=NibbleOrder.LOW_EVEN if form.packed else None,
-        shape=(*codes.shape[:-1], width),
-    )
+    if form == "nvfp4":
+        return nvfp4(codes, block_scale, scale, layout)
+    if scale is not None:
+        raise InvalidArgument(
+            "tensor", f"{name}.tensor_scale", f"no tensor scale: {form} has none",
+            "Leave it out, or state another format in the metadata.",
+        )  # fmt: skip
+    return _FORMATS[form](codes, block_scale, layout=layout)
 
 
 def _setting(stated: Mapping[str, str]) -> Setting:

@@ -27,6 +27,7 @@ from degarble.harness.commands.doctor.plan import (
 )
 from degarble.harness.commands.doctor.target import DoctorTarget, TargetKind, recognise
 from degarble.harness.formats.layouts import scale_layout, to_layout
+from degarble.harness.formats.number_formats import MXFP8
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -166,6 +167,19 @@ def test_a_saved_product_of_codes_is_judged(tmp_path: Path) -> None:
     assert wrong.cause.fault == "M43.whole"
 
 
+def test_codes_are_read_by_the_format_of_the_metadata(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, w = (quantise(torch.randn(rows, 128).bfloat16(), MXFP8) for rows in (16, 32))
+    out = (dequantise(x) @ dequantise(w).T).bfloat16()
+    tensors = {"x.codes": x.codes, "x.block_scale": x.block_scale, "out": out}
+    tensors |= {"w.codes": w.codes, "w.block_scale": w.block_scale}
+    file = tmp_path / "kernel.safetensors"
+    save_file(tensors, file, metadata={"format": "mxfp8"})
+    assert judge_file(file).verdict is Verdict.AGREES
+    save_file(product(), file, metadata={"format": "nvfp4"})
+    assert judge_file(file).verdict is Verdict.AGREES
+
+
 def test_swizzled_scales_are_read_by_the_layout_of_the_metadata(tmp_path: Path) -> None:
     tensors = product()
     layout = scale_layout("128x4")
@@ -194,12 +208,13 @@ def test_a_saved_norm_is_judged(tmp_path: Path) -> None:
     [
         ({"x": torch.ones(2, 16)}, {}, "Save w, out too"),
         ({"x": torch.ones(2, 16), "model.embed": torch.ones(2)}, {}, "model.embed"),
+        (product(), {"format": "mxfp8"}, "mxfp8 has none"),
         ({"x": torch.ones(2, 16), "x.codes": torch.ones(2, 8)}, {}, "either x or its codes"),
         ({"x": torch.ones(2, 16)}, {"component": "attention"}, "attention"),
         ({"x": torch.ones(2, 16), "out": torch.ones(2, 16)},
          {"component": "rmsnorm", "epsilon": "small"}, "epsilon"),
     ],
-    ids=["incomplete", "foreign", "twice", "component", "epsilon"],
+    ids=["incomplete", "foreign", "tensor-scale", "twice", "component", "epsilon"],
 )  # fmt: skip
 def test_files_that_cannot_be_judged_are_refused(
     tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], told: str
