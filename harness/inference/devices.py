@@ -275,15 +275,17 @@ class _Staging(NamedTuple):
     def copy(self, source: Tensor, target: Tensor, stream: Any) -> None:
         """Copy bytes into a page, and let the GPU fetch it."""
         page, event = self.pages.get()
-        if event is not None:
-            event.synchronize()
-        # numpy copies without the interpreter's lock, on this thread alone.
-        np.copyto(page[: len(source)].numpy(), source.numpy())
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            target.copy_(page[: len(source)], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        self.pages.put((page, event))
+        try:
+            if event is not None:
+                event.synchronize()
+            # numpy copies without the interpreter's lock, on this thread alone.
+            np.copyto(page[: len(source)].numpy(), source.numpy())
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                target.copy_(page[: len(source)], non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(stream)
+        finally:
+            self.pages.put((page, event))  # without it the next copies would wait for ever
 
 
 @cache

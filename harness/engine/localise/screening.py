@@ -57,7 +57,8 @@ class SampledRows:
         if not self.at_random:
             return None
         wrong = math.ceil(share * self.rows)
-        return math.comb(self.rows - wrong, self.looked) / math.comb(self.rows, self.looked)
+        fewer, more = sorted((wrong, self.looked))
+        return math.prod(max(0, self.rows - more - n) / (self.rows - n) for n in range(fewer))
 
 
 def screened(
