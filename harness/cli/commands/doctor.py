@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -172,7 +171,6 @@ class _Session:
         self.plan, self.options, self.terminal = plan, options, terminal
         self.outcomes: list[_Outcome] = []
         self._capture: Path | None = None  # that an engine wrote
-        self._begun = monotonic()
 
     def run(self) -> None:
         """Take the steps; one that is refused leaves the others."""
