@@ -186,8 +186,8 @@ class Decoder:
     def recaptured(self) -> Iterator[None]:
         """Capture the step anew, without the head, and take the first graph again on leaving."""
         first = self._graph, self._made
-        self.capture(speaks=False)
         try:
+            self.capture(speaks=False)
             yield
         finally:
             self._graph, self._made = first
