@@ -130,7 +130,7 @@ def decoding_captured(
 
 
 def _scheduled(rows: Lanes, lanes: Sequence[str]) -> list[Scheduled]:
-    """Return whose rows a step has; a row at rest belongs to nobody."""
+    """Return whose rows a step has; a row at rest has no owner."""
     inputs = (rows.owners.tolist(), rows.positions.tolist(), rows.tokens.tolist())
     return [
         Scheduled(_REST, 0, [0]) if owner < 0 else Scheduled(lanes[owner], position, [token])

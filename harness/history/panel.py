@@ -301,7 +301,7 @@ _BEYOND = "beyond its budget"
 
 
 def _beyond(measure: Measure, value: float) -> bool:
-    """Tell whether the latest value is beyond a budget."""
+    """Return whether the latest value is beyond a budget."""
     return measure.name == BUDGETS.name and bool(value > 1)
 
 

@@ -35,7 +35,7 @@ class CostedStep(Protocol):
 
     @property
     def screens(self) -> bool:
-        """Tell whether it can look at samples first."""
+        """Return whether it can look at samples first."""
         ...
 
 
@@ -99,7 +99,7 @@ class NightBudget:
     begun: float = field(default_factory=time.monotonic)
 
     def must_screen(self, step: CostedStep, later: Sequence[CostedStep]) -> bool:
-        """Tell whether a step has to look at samples first, so that the rest fits the limit."""
+        """Return whether a step has to look at samples first, so that the rest fits the limit."""
         if self.within is None or not step.screens:
             return False
         whole = self.costs.known(step.name)

@@ -229,7 +229,7 @@ STEP = "step"  # shown in front of a step's first layer
 
 
 def _unwatched(component: str, **tensors: Tensor) -> None:
-    """Show nobody a step's tensors."""
+    """Ignore a step's tensors."""
 
 
 class DecoderSteps(ABC):
@@ -250,7 +250,7 @@ class DecoderSteps(ABC):
         self.switches = switches
         self.lanes = Lanes.at_rest(rows, getattr(config, "hc_mult", 1), kernels.device)
         self._of = config
-        # Told of what a step computes, by component; hooks of a capture watch it.
+        # Receives what a step computes, by component; a capture puts its hooks here.
         self.show: Callable[..., None] = _unwatched
         self.prefix = ""  # of the layer that runs
         self._tables: dict[int, Tables] = {}

@@ -440,7 +440,7 @@ _MOSTLY = 4  # components with weights, of which more than half differ
 
 
 def left_out_of(capture: Capture) -> str:
-    """Say what a budget left out of a capture, and so nobody judged; empty without one."""
+    """Say what a budget left out of a capture, which is not judged; empty without one."""
     stated = capture.facts.get("budget")
     if not stated:
         return ""

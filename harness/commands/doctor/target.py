@@ -1,4 +1,4 @@
-"""Recognise what somebody has: a checkpoint, a capture, a server's address, a kernel's tensors."""
+"""Recognise a target: a checkpoint, a capture, a server's address, a kernel's tensors."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
 
 
 def shows_enough(calls: Sequence[CallRecord]) -> bool:
-    """Tell whether few chosen numbers can be told from any others: many rules give one row."""
+    """Return whether enough rows differ: many rules explain the choices of a few."""
     rows = 0
     for record in calls:
         struck = torch.zeros(height(record), dtype=torch.bool)

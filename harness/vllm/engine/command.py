@@ -1,4 +1,4 @@
-"""Start somebody's own `vllm serve` command with the capture switch, and record a few requests.
+"""Start a user's own `vllm serve` command with the capture switch, and record a few requests.
 
 The words are those of the command; what a capture needs is added at its end. No shell reads it.
 """

@@ -1,4 +1,4 @@
-"""`make kernels-beside-peers`: our kernels beside the best public ones, in one process.
+"""`make kernels-beside-peers`: time our kernels against the best public ones, in one process.
 
     python -m degarble.suites.bench.kernel_peers [--only GROUP ...] [--within SECONDS] [--resume]
     python -m degarble.suites.bench.kernel_peers --join FILE ... [--page]

@@ -1,4 +1,4 @@
-"""Sparse attention beside FlashMLA: decoding from FP8 entries, and prefill from BF16 ones.
+"""Sparse attention against FlashMLA: decoding from FP8 entries, and prefill from BF16 ones.
 
 Both read the same bytes of a cache: fp8 and fp8-v32 entries are FlashMLA's. FlashMLA takes 64 or
 128 heads, so fewer are filled up before it is timed. Its schedule is made once, as vLLM makes it

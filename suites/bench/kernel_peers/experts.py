@@ -1,4 +1,4 @@
-"""Routed experts beside Marlin's: NVFP4 activations (W4A4) against BF16 ones (W4A16)."""
+"""Routed experts against Marlin's: NVFP4 activations (W4A4) against BF16 ones (W4A16)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The indexer's FP8 scores beside DeepGEMM, and top-2048 beside vLLM's kernels, quack and torch."""
+"""FP8 scores of the indexer against DeepGEMM, top-2048 against vLLM's kernels, quack and torch."""
 
 from __future__ import annotations
 

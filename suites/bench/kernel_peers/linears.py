@@ -1,4 +1,4 @@
-"""W4A16, FP8 block and BF16 products beside Marlin, quack, humming, DeepGEMM, CUTLASS, cuBLAS."""
+"""W4A16, FP8 and BF16 products against Marlin, quack, humming, DeepGEMM, CUTLASS and cuBLAS."""
 
 from __future__ import annotations
 

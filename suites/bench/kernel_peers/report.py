@@ -1,4 +1,4 @@
-"""Tables and documents of kernels beside others: Markdown, JSON for the history, and joining."""
+"""Tables and documents of kernels against others: Markdown, JSON for the history, and joining."""
 
 from __future__ import annotations
 

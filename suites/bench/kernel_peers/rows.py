@@ -1,4 +1,4 @@
-"""Norms beside quack's and vLLM's; norm + quantise over quantise; mHC; nodes of a token."""
+"""Norms against quack's and vLLM's; norm + quantise over quantise; mHC; nodes of a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels beside others: every row is made, calls fit the wheels' schemas, failures become reasons.
+"""Kernels against others: all rows are made, calls fit the wheels' schemas, failures are reasons.
 
 Stand-ins have the schemas of vLLM 0.26.0's libraries and compute by definition, so that the bytes
 that we hand to a kernel of others mean to it what they mean to ours.
