@@ -17,7 +17,7 @@ from degarble.reports.markup import escape, h
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from degarble.harness.report.page import Page, PageFinding, Panel
+    from degarble.harness.report.page import Page, PageFinding, Panel, Subject
     from degarble.reports.markup import HtmlElement
 
 
@@ -123,7 +123,7 @@ def _verdict(page: Page) -> HtmlElement:
     subject, provenance = page.subject, page.provenance
     facts = (
         (subject.kind, subject.name, False),
-        ("Header hash", _short(subject.manifest_hash), True),
+        (_hash_name(subject), _short(subject.manifest_hash), True),
         ("Obtained on", provenance.machine, False),
         ("At", provenance.created, False),
     )
@@ -146,6 +146,14 @@ def _verdict(page: Page) -> HtmlElement:
         h("h1", {"id": "title"}, page.sentence),
         h("dl", {"class": "subject"}, rows),
     )
+
+
+_CHECKPOINTS = ("Checkpoint", "Demonstration")  # kinds of subjects that have headers
+
+
+def _hash_name(subject: Subject) -> str:
+    """Return what the hash is of: only a checkpoint has headers, other pages are keyed by it."""
+    return "Header hash" if subject.kind in _CHECKPOINTS else "Page id"
 
 
 def _short(digest: str) -> str:
@@ -217,7 +225,7 @@ def _panel(panel: Panel, page: Page) -> HtmlElement:
 
 def _provenance(page: Page) -> HtmlElement:
     provenance = page.provenance
-    facts = (*provenance.versions, ("Header hash", page.subject.manifest_hash))
+    facts = (*provenance.versions, (_hash_name(page.subject), page.subject.manifest_hash))
     versions = [
         h("div", None, h("dt", None, name), h("dd", None, h("code", None, version)))
         for name, version in facts

@@ -42,6 +42,7 @@ _STYLES = {
     Verdict.REFUSED: "yellow",
 }
 _ROOMY = 100  # columns from which names in tables are not broken
+_WORD = 10  # characters of a word in a table that stay together
 _TRENDS = 20  # series that a terminal shows
 _SPARKS = "▁▂▃▄▅▆▇█"
 _TONE_SIGNS = {Tone.WARNING: ("! ", "yellow"), Tone.BAD: ("x ", "red"), Tone.NOTE: ("i ", "cyan")}
@@ -140,17 +141,34 @@ def sparks(row: Trend) -> str:
 
 def _table(block: Table, width: int) -> RenderableType:
     table = RichTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    codes = sum(
+        max((len(words.cell(row[at], column)) for row in block.rows), default=0)
+        for at, column in enumerate(block.columns)
+        if column.kind is ColumnKind.CODE
+    )
+    # Long codes break, or the words next to them would, letter by letter.
+    roomy = 2 * codes <= width
+    kept = (ColumnKind.CODE, ColumnKind.VERDICT) if roomy else (ColumnKind.VERDICT,)
     for index, column in enumerate(block.columns):
-        whole = index == 0 or column.kind in (ColumnKind.CODE, ColumnKind.VERDICT)
+        whole = index == 0 or column.kind in kept
         table.add_column(
             _text(column.name),
             justify="right" if words.is_number(column) else "left",
             overflow="fold",
             no_wrap=whole and width >= _ROOMY,
+            min_width=None if whole else _longest_word(block, index),
         )
     for row in block.rows:
         table.add_row(*(_cell(c, k) for c, k in zip(row, block.columns, strict=True)))
     return table
+
+
+def _longest_word(block: Table, index: int) -> int:
+    """Return how narrow a column may be: names of others break before its words do."""
+    column = block.columns[index]
+    texts = [column.name, *(words.cell(row[index], column) for row in block.rows)]
+    longest = max((len(word) for text in texts for word in visible(text).split()), default=1)
+    return min(longest, _WORD)
 
 
 def _cell(value: Cell, column: Column) -> Text:

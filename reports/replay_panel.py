@@ -79,6 +79,15 @@ def run_chart(record: ReplayRecord) -> Points:
     )
 
 
+def _course(record: ReplayRecord) -> tuple[Block, ...]:
+    """Return the chart of the run; a sentence where every output equals its twin's."""
+    ratios = [output.ratio for output in record.outputs]
+    if ratios and not any(ratios):  # a chart would have a frame and no point
+        text = f"Each of the {len(ratios):,} outputs equals its twin's: there is nothing to draw."
+        return (Sentence(text),)
+    return (run_chart(record),) if ratios else ()
+
+
 def layer_ticks(columns: Sequence[str]) -> tuple[tuple[int, str], ...]:
     """Return where each layer begins; of many layers every fifth."""
     starts: dict[str, int] = {}
@@ -123,7 +132,7 @@ def replay_panel(
     blocks: list[Block] = [
         *(Sentence(text, Tone.NOTE) for text in record.preface),
         *(Sentence(text, Tone.BAD) for text in record.findings[CARDS:]),
-        *([run_chart(record)] if record.outputs else []),
+        *_course(record),
         *_maps(record, anchors),
     ]
     if chosen:

@@ -67,6 +67,10 @@ WORD_MEANINGS = {
 }
 
 
+# Of a run that only degarble's own references computed.
+NO_KERNEL = "nothing wrong was found, and no kernel was tested"
+
+
 # A comparison of two captures has no budget: equal means to the bit.
 COMPARE_MEANINGS = {
     Verdict.AGREES: "both runs are equal to the bit",
@@ -83,9 +87,11 @@ HISTORY_MEANINGS = {
 
 def meaning(page: Page) -> str:
     """Return what the verdict of a page means, given what was judged there."""
+    judged = {panel.kind for panel in page.panels if panel.verdict is not None}
+    if page.word == NO_ERRORS and PanelKind.REPLAY in judged:
+        return NO_KERNEL
     if page.word in WORD_MEANINGS:
         return WORD_MEANINGS[page.word]
-    judged = {panel.kind for panel in page.panels if panel.verdict is not None}
     alone = {
         PanelKind.AUDIT: AUDIT_MEANINGS,
         PanelKind.PROBE: PROBE_MEANINGS,

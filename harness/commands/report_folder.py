@@ -92,9 +92,10 @@ def history_page(history: History) -> Page:
     panel = history_panel(history)
     last, stream = history.runs[-1], history.stream
     named = f"{stream.subject}\n{stream.machine}".encode()
-    identity = last.facts.get(MANIFEST) or f"sha256:{hashlib.sha256(named).hexdigest()}"
+    stated = last.facts.get(MANIFEST)  # without it the hash is of a name, not of headers
+    identity = stated or f"sha256:{hashlib.sha256(named).hexdigest()}"
     return Page(
-        subject=Subject(stream.subject, "Checkpoint", identity),
+        subject=Subject(stream.subject, "Checkpoint" if stated else "Subject", identity),
         provenance=provenance("degarble history trends"),
         verdict=panel.verdict or Verdict.AGREES,
         sentence=panel.sentence,

@@ -162,9 +162,18 @@ def sentence_of(history: History) -> str:
         return f"{front}{moved} moved, over {over}. {fresh[0].sentence}."
     if history.learning and not history.moves:
         return f"{front}{history.learning.capitalize()}, over {over}."
-    before = f"; {counted(len(history.moves), 'earlier change')}" if history.moves else ""
-    quiet = "No series moved" if failed is not None else "Nothing moved last night"
-    return f"{front}{quiet}, over {over}{before}."
+    if failed is not None:
+        before = f"; {counted(len(history.moves), 'earlier change')}" if history.moves else ""
+        return f"{front}No series moved that night, over {over}{before}."
+    if history.moves:  # what moved leads, however long ago
+        newest = history.moves[0]
+        known = "earlier change" if len(history.moves) == 1 else "earlier changes, the latest"
+        counts = f"{len(history.moves):,} {known}"
+        return (
+            f"{counts}: {newest.place} on {newest.first}, {number(newest.before, 3)} to"
+            f" {number(newest.after, 3)}. Nothing moved last night, over {over}."
+        )
+    return f"Nothing moved last night, over {over}."
 
 
 def _furthest(history: History) -> str:

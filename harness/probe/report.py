@@ -240,9 +240,10 @@ def _lines(result: ProbeResult, folder: Path | None, width: int) -> Iterator[Tex
     yield Text(f"{'check':<10} {'':<13}{'compared':>9} {'nats':>9} {'limit':>7} {'KL':>9}", "dim")
     for check in result.checks:
         yield _row(check)
-        told = [check.reason] if check.reason else check.notes[:_NOTES]
+        told = [check.reason] if check.reason else [*dict.fromkeys(check.notes)][:_NOTES]
         for note in told:
-            yield Text(visible(f"{'':<11}{note}")[: width - 1], "dim")
+            for line in textwrap.wrap(visible(note), width - 12):
+                yield Text(f"{'':<11}{line}", "dim")
     yield Text(f"One rounding of BF16 alone: {moved:.2g} nats, KL {divergence:.2g}.", "dim")
     if result.against is not None:
         yield Text("")
@@ -314,7 +315,7 @@ def _blocks(result: ProbeResult) -> Iterator[Any]:
     if result.against is not None:
         yield Sentence(f"Beside {result.against.name}: {result.against.sentence}")
     for check in result.checks:
-        for note in check.notes:
+        for note in dict.fromkeys(check.notes):
             yield Sentence(f"{check.name}: {note}", Tone.NOTE)
     traffic, server = result.server.client.traffic, result.server
     yield Facts(
@@ -335,7 +336,7 @@ def _blocks(result: ProbeResult) -> Iterator[Any]:
 
 def _table(result: ProbeResult) -> Table:
     kinds = (ColumnKind.TEXT, ColumnKind.TONE, ColumnKind.TEXT)
-    names = ("check", "", "question")
+    names = ("check", "level", "question")
     columns = [Column(n, k) for n, k in zip(names, kinds, strict=True)]
     columns += [
         Column(name, ColumnKind.NUMBER, 3, text)
@@ -345,10 +346,11 @@ def _table(result: ProbeResult) -> Table:
             ("limit", "What rounding explains."), ("KL", "Mean over positions, a lower bound."),
         )
     ]  # fmt: skip
-    columns.append(Column("told"))
+    columns.append(Column("result"))
     rows = tuple(
         (
-            check.name, _TONES[check.status].value, check.question,
+            check.name, None if check.status is Status.SKIPPED else _TONES[check.status].value,
+            check.question,
             check.positions or check.looked_at or None, check.typical, check.largest,
             check.limit if check.comparisons else None, check.divergence,
             check.reason or str(check.status),

@@ -367,6 +367,14 @@ def test_a_history_that_never_was_green_says_so(tmp_path: Path) -> None:
     assert panel.blocks[1] == Sentence("No run of this history was green.", Tone.BAD)
 
 
+def test_what_moved_leads_after_quiet_nights(tmp_path: Path) -> None:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
+        for each in history(60, 45, 7):
+            store.add(each)
+        sentence = history_panel(history_of(store, store.streams()[0])).sentence
+    assert sentence.startswith(f"1 earlier change: {W2} on {night(45)}, 0.253 to 0.640. Nothing")
+
+
 @pytest.mark.parametrize("verdict", [Verdict.DIFFERS, Verdict.UNSTABLE])
 def test_a_night_that_fails_leads_and_is_not_called_quiet(tmp_path: Path, verdict: Verdict) -> None:
     with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:

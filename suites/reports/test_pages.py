@@ -50,7 +50,7 @@ from degarble.harness.report.blocks import (
 )
 from degarble.harness.report.number_text import visible
 from degarble.harness.report.page import Page, PageFinding, Panel, PanelKind, Provenance, Subject
-from degarble.harness.report.verdict import Origin, Verdict
+from degarble.harness.report.verdict import NO_ERRORS, Origin, Verdict
 from degarble.reports import words
 from degarble.reports.blocks_html import badge, block_element
 from degarble.reports.maps_html import (
@@ -776,3 +776,30 @@ def test_an_origin_is_described_from_coarse_to_fine() -> None:
     origin = Origin(1, "c", "layers.1.c", {"expert": 17, "rows": "0 to 3"}, cosine=0.5)
     assert words.place(origin) == ("layers.1.c", "expert 17", "rows 0 to 3")
     assert words.measures(origin) == (("cosine", "0.5000"),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("Checkpoint", "Header hash"), ("Server", "Page id"), ("Subject", "Page id")]
+)
+def test_only_a_checkpoint_has_a_header_hash(kind: str, name: str) -> None:
+    markup = page_html(replace(PAGE, subject=replace(PAGE.subject, kind=kind)))
+    other = {"Header hash": "Page id", "Page id": "Header hash"}[name]
+    assert (markup.count(f"<dt>{name}</dt>"), markup.count(f"<dt>{other}</dt>")) == (2, 0)
+
+
+def test_references_alone_are_no_tested_kernel() -> None:
+    panel = Panel(PanelKind.REPLAY, "Built-in reference.", Verdict.AGREES)
+    page = replace(PAGE, verdict=Verdict.AGREES, word=NO_ERRORS, panels=(panel,))
+    assert words.meaning(page) == "nothing wrong was found, and no kernel was tested"
+    audit = replace(page, panels=(replace(panel, kind=PanelKind.AUDIT),))
+    assert words.meaning(audit) == words.WORD_MEANINGS[NO_ERRORS]
+
+
+def test_long_codes_do_not_break_the_words_next_to_them() -> None:
+    columns = (Column("place", ColumnKind.CODE), Column("commits", ColumnKind.CODE), Column("also"))
+    row = ("layers.23.ffn.experts.w2", "0000002c0000..0000002d0000", "torch 2.13.0 -> 2.14.0")
+    table = Table("What moved", (*columns, *columns[2:] * 4), (row + row[2:] * 4,))
+    text = page_text(
+        replace(PAGE, panels=(Panel(PanelKind.HISTORY, "", Verdict.AGREES, (table,)),))
+    )
+    assert text.count("2.13.0") == 5

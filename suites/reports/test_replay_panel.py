@@ -15,6 +15,7 @@ from degarble.harness.report.blocks import (
     JudgedMap,
     Look,
     Looks,
+    Points,
     Sentence,
     Tabs,
     TextComparison,
@@ -191,3 +192,12 @@ def test_sentences_of_the_first_findings_are_left_to_their_cards() -> None:
     told = [block.text for block in replay_panel(record).blocks if isinstance(block, Sentence)]
     assert f"finding {CARDS}" in told
     assert "finding 0" not in told
+
+
+def test_a_run_that_equals_its_twin_is_told_and_not_drawn_empty() -> None:
+    equal = tuple(replace(output, ratio=0.0) for output in replay().outputs)
+    blocks = replay_panel(replace(replay(), outputs=equal)).blocks
+    said = [block.text for block in blocks if isinstance(block, Sentence)]
+    assert "Each of the 9 outputs equals its twin's: there is nothing to draw." in said
+    assert not any(isinstance(block, Points) for block in blocks)
+    assert any(isinstance(block, Points) for block in replay_panel(replay()).blocks)

@@ -321,7 +321,10 @@ class _Session:
             if refused is None:
                 return "Nothing was judged."
             return f"{refused.step.name} could not be decided."
-        judged = [outcome.step.name for outcome in self.outcomes if outcome.verdict is not None]
+        told = [outcome for outcome in self.outcomes if outcome.verdict is not None]
+        if len(told) == 1 and told[0].sentence and told[0].step.name != "audit":
+            return told[0].sentence
+        judged = [outcome.step.name for outcome in told]
         alone = "" if self.kernel_tested else " No kernel was tested."
         return f"Nothing wrong was found by {' and '.join(judged)}.{alone}"
 
@@ -362,7 +365,7 @@ class _Session:
         if self.report:
             say(f"Open the report: {self.report}")
         if self.next:
-            say(f"Next: {self.next}")
+            say(f"Next{self._before_next}: {self.next}")
 
     @property
     def headline(self) -> str:
@@ -372,7 +375,15 @@ class _Session:
         )
         return self.verdict if compared or self.verdict is not Verdict.AGREES else NO_ERRORS
 
+    @property
+    def _before_next(self) -> str:
+        """Return what the next command needs: an engine that was started here is stopped again."""
+        stopped = self.options.engine is not None and self.next.startswith("degarble probe")
+        return ", with the server started as you run it" if stopped else ""
+
     def _told(self, outcome: _Outcome) -> str:
+        if outcome in self.wrong and outcome.text:
+            return f"{outcome.verdict}, as said above."
         if outcome.document.get("error"):
             return outcome.sentence
         word = outcome.document.get("headline") or outcome.verdict

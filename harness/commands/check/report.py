@@ -29,7 +29,7 @@ from degarble.harness.report.kernel_table import table_lines
 from degarble.harness.report.number_text import number, share, visible
 from degarble.harness.report.page import Page, PageFinding, Subject, provenance, to_plain
 from degarble.harness.report.replay_record import JudgedOutput, ReplayRecord
-from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
+from degarble.harness.report.verdict import NO_ERRORS, SCHEMA, Origin, Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
 from degarble.reports.page_text import badge
 from degarble.reports.replay_panel import CARDS, replay_panel, text_panel
@@ -78,6 +78,7 @@ def write_check_report(
     record = replay_record(localised, checked.origins, collector, sentence, facts)
     texts = texts_of(opened.capture, opened.model)
     page = check_page(subject, provenance(command), record, checked.origins, texts)
+    page = replace(page, word=check_word(checked))
     path = write_check_page(folder, page, record)
     write_text(folder / f"{subject.key}-junit.xml", junit(checked, sentence))
     described = descriptions(checked.origins)
@@ -386,6 +387,12 @@ def check_sentence(checked: CheckResult) -> str:
     return page_sentence(checked.localised, checked.origins, built_in=own)
 
 
+def check_word(checked: CheckResult) -> str:
+    """Return what stands in the place of AGREES where references agree with themselves."""
+    alone = checked.verdict is Verdict.AGREES and built_in(checked.capture.facts)
+    return NO_ERRORS if alone else ""
+
+
 def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
     """Return a check as plain data."""
     found = checked.localised
@@ -398,6 +405,7 @@ def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
         "checkpoint": checked.name,
         "capture": checked.capture.hash,
         "complete": checked.capture.complete,
+        "headline": check_word(checked) or checked.verdict,
         "kernel_tested": not built_in(checked.capture.facts),
         "steps": len(checked.capture.steps),
         "facts": checked.facts,
@@ -610,7 +618,8 @@ def check_text(
 
 def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
     head = textwrap.wrap(visible(sentence), width - 12) or [""]
-    yield Text.assemble(badge(checked.verdict), "  ", Text(head[0], "bold"))
+    word = check_word(checked)
+    yield Text.assemble(badge(checked.verdict, word), "  ", Text(head[0], "bold"))
     for line in head[1:]:
         yield Text(f"  {line}", "bold")
     found, facts = checked.localised, checked.facts

@@ -253,6 +253,10 @@ def next_command(target: DoctorTarget, options: DoctorOptions, found: Sequence[s
             return f"degarble probe {options.url}"
         case TargetKind.SERVER if found:
             return 'degarble doctor CKPT --engine "vllm serve CKPT"'
+        case TargetKind.SERVER if options.reference is None:
+            return f"degarble probe {text} --against CKPT"
+        case TargetKind.KERNEL if not found:
+            return 'degarble doctor CKPT --engine "vllm serve CKPT"'
         case TargetKind.CAPTURE if not found and target.backend in (None, "torch"):
             return f"degarble check {text} --reference CKPT --backend NAME"
     return ""

@@ -50,7 +50,8 @@ def test_a_kernel_file_is_judged_and_the_cause_named(
     save_file(product(), file)
     done = call(capsys, "doctor", file, "--out", tmp_path / "out")
     assert done.status == 0
-    assert "✓ AGREES  Nothing wrong was found by judge." in done.out
+    assert "✓ AGREES  gemm agrees with its twin" in done.out
+    assert 'Next: degarble doctor CKPT --engine "vllm serve CKPT"' in done.out
     assert "[1/1] judge the output" in done.err
     save_file(product(2.0), file)
     done = call(capsys, "doctor", file, "--out", tmp_path / "out")

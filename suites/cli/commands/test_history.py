@@ -44,6 +44,7 @@ def test_changes_name_night_and_commits_and_end_with_1(
     quiet = call(capsys, "history", "changes", "layers.0.*", "--store", store)
     assert quiet.status == 0
     assert "Nothing moved last night" in quiet.out
+    assert "earlier change" not in quiet.out
 
 
 def test_trends_are_drawn_and_written_to_a_page(

@@ -87,6 +87,8 @@ def test_a_checkpoint_alone_is_audited_and_run_and_no_kernel_is_tested(tmp_path:
     options = DoctorOptions(tmp_path / "out")
     assert next_command(target, options, []).endswith(f'--engine "vllm serve {target.text}"')
     assert next_command(target, options, [AUDIT]).endswith("--against SOURCE")
+    server = recognise("http://h:1")
+    assert next_command(server, options, []) == "degarble probe http://h:1 --against CKPT"
 
 
 def test_what_a_step_lacks_is_named(tmp_path: Path) -> None:
