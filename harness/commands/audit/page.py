@@ -153,10 +153,13 @@ def _chosen(audit: Audit, table: NumberTable, roles: list[RoleSummary]) -> list[
     )
     hidden = len(rows) - len(entries)
     more = f" {hidden:,} more of these have no room here." if hidden > 0 else ""
-    return [
+    shown = (
         Catalogue("Weights one by one", columns, entries, choices=3),
         Sentence(f"{text}{more}", Tone.NOTE),
-    ]
+    )
+    if tones:
+        return list(shown)
+    return [Details(f"Weights one by one: no finding names one, {len(entries):,} shown", shown)]
 
 
 def _with_findings(audit: Audit, table: NumberTable) -> dict[int, Tone]:
