@@ -81,11 +81,13 @@ def run_chart(record: ReplayRecord) -> Points:
 
 def _course(record: ReplayRecord) -> tuple[Block, ...]:
     """Return the chart of the run; a sentence where every output equals its twin's."""
-    ratios = [output.ratio for output in record.outputs]
+    ratios = [output.ratio for output in record.outputs if output.ratio is not None]
     if ratios and not any(ratios):  # a chart would have a frame and no point
-        text = f"Each of the {len(ratios):,} outputs equals its twin's: there is nothing to draw."
+        text = (
+            f"Each of the {len(ratios):,} outputs with a budget equals its twin's: nothing to draw."
+        )
         return (Sentence(text),)
-    return (run_chart(record),) if ratios else ()
+    return (run_chart(record),) if record.outputs else ()
 
 
 def layer_ticks(columns: Sequence[str]) -> tuple[tuple[int, str], ...]:

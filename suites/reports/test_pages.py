@@ -796,10 +796,16 @@ def test_references_alone_are_no_tested_kernel() -> None:
 
 
 def test_long_codes_do_not_break_the_words_next_to_them() -> None:
-    columns = (Column("place", ColumnKind.CODE), Column("commits", ColumnKind.CODE), Column("also"))
-    row = ("layers.23.ffn.experts.w2", "0000002c0000..0000002d0000", "torch 2.13.0 -> 2.14.0")
-    table = Table("What moved", (*columns, *columns[2:] * 4), (row + row[2:] * 4,))
-    text = page_text(
-        replace(PAGE, panels=(Panel(PanelKind.HISTORY, "", Verdict.AGREES, (table,)),))
-    )
-    assert text.count("2.13.0") == 5
+    code = ColumnKind.CODE
+    columns = (
+        Column("place", code), Column("measure"), Column("night", code), Column("commits", code),
+        *(Column(f"number {at}", ColumnKind.NUMBER) for at in range(3)), Column("also changed"),
+    )  # fmt: skip
+    row = (
+        "layers.23.ffn.experts.w2", "budgets", "2026-02-15", "0000002c0000..0000002d0000",
+        0.25, 0.64, 21.0, "torch 2.13.0 -> 2.14.0",
+    )  # fmt: skip
+    panel = Panel(PanelKind.HISTORY, "", Verdict.AGREES, (Table("Moved", columns, (row,)),))
+    text = page_text(replace(PAGE, panels=(panel,)))
+    for word in ("budgets", "2026-02-15", "2.13.0", "2.14.0", "changed"):
+        assert word in text

@@ -195,9 +195,10 @@ def test_sentences_of_the_first_findings_are_left_to_their_cards() -> None:
 
 
 def test_a_run_that_equals_its_twin_is_told_and_not_drawn_empty() -> None:
-    equal = tuple(replace(output, ratio=0.0) for output in replay().outputs)
+    first, *others = replay().outputs
+    equal = (replace(first, ratio=None), *(replace(output, ratio=0.0) for output in others))
     blocks = replay_panel(replace(replay(), outputs=equal)).blocks
     said = [block.text for block in blocks if isinstance(block, Sentence)]
-    assert "Each of the 9 outputs equals its twin's: there is nothing to draw." in said
+    assert "Each of the 9 outputs with a budget equals its twin's: nothing to draw." in said
     assert not any(isinstance(block, Points) for block in blocks)
     assert any(isinstance(block, Points) for block in replay_panel(replay()).blocks)

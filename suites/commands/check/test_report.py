@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from degarble.harness.commands.check.error_picture import error_blocks
 from degarble.harness.commands.check.output_statistics import StatisticsCollector
 from degarble.harness.commands.check.report import (
     check_page,
+    check_word,
     origin_of,
     page_sentence,
     replay_record,
@@ -34,7 +36,7 @@ from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.blocks import ErrorPicture, PictureLayer, Profile
 from degarble.harness.report.page import Page, Panel, PanelKind, Subject, from_plain, page_from_json
 from degarble.harness.report.replay_record import PromptTexts, ReplayRecord, TextRecord
-from degarble.harness.report.verdict import Verdict
+from degarble.harness.report.verdict import NO_ERRORS, Verdict
 from degarble.reports.page_html import page_html
 from degarble.suites.capture.files.capture_cases import old_capture
 from degarble.suites.museum.demo_cases import PROVENANCE, whole_story
@@ -395,6 +397,13 @@ def test_a_healthy_an_unstable_and_an_unjudged_run() -> None:
     assert page_sentence(fine, ()).startswith("Every component does what its twin does: ")
     own = page_sentence(fine, (), built_in=True)
     assert own.startswith("Built-in reference: no kernel was tested. ")
+    facts: dict[str, object] = {"backend": "torch"}
+    checked: Any = SimpleNamespace(verdict=Verdict.AGREES, capture=SimpleNamespace(facts=facts))
+    assert check_word(checked) == NO_ERRORS
+    checked.verdict = Verdict.DIFFERS
+    assert check_word(checked) == ""
+    checked.verdict, facts["backend"] = Verdict.AGREES, "vllm"
+    assert check_word(checked) == ""
     unstable = replace(fine, unstable=("layers.1.ffn.gate",))
     assert page_sentence(unstable, ()) == "layers.1.ffn.gate gave two answers to the same question."
     blank = replace(fine, verdict=Verdict.UNDECIDED, rows=())
