@@ -188,7 +188,7 @@ def judged_map_element(block: JudgedMap) -> HtmlElement:
     open_ones = [at for at in every if not folded or at not in healthy]
     parts = [_judged_table(block, rows, open_ones, block.caption)]
     if folded:
-        names = f"{_counted(healthy, block.column_title)} in which nothing differs"
+        names = f"{_counted(healthy, block.column_title)} without a finding"
         parts.append(_fold(names, _judged_table(block, rows, healthy, names)))
     if quiet:
         exact = "1" if block.near_one else "0"

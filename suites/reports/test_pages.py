@@ -459,7 +459,7 @@ def test_rows_of_zeros_and_healthy_layers_are_folded() -> None:
     assert Reader(main).text.count("9.00") == 1
     assert main.count("<td class=") == 3  # a corner, the layer that differs, the ends
     healthy, quiet = folds
-    assert "60 layers in which nothing differs" in healthy
+    assert "60 layers without a finding" in healthy
     assert healthy.count("0.250") == 60
     assert "4 parts at 0 in every layer" in quiet
     assert all(f"<code>{name}</code>" in quiet for name in "abcd")

@@ -159,6 +159,8 @@ def _recognised(options: DoctorArguments) -> tuple["DoctorTarget", "DoctorOption
             "--engine", engine.model, f"the checkpoint that is looked at: {target.text}",
             "Name the same folder in both.",
         )  # fmt: skip
+    if options.prompts is not None:
+        _prompts(target, options.prompts)
     engine.require_startable()
     url = f"http://{engine.host}:{engine.port}"
     return target, replace(wanted, loader=engine.loader, url=url)

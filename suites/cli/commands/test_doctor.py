@@ -130,6 +130,18 @@ def test_what_does_not_go_together_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_conversations_for_an_engine_are_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text('[{"role": "user", "content": "hello"}]\n')
+    words = ("--engine", f"vllm serve {TINY}", "--prompts", file, "--out", tmp_path / "out")
+    done = call(capsys, "doctor", TINY, *words)
+    assert done.status == 2
+    assert "an engine is recorded by completions" in done.err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_the_small_checkpoint_is_looked_at_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
