@@ -45,6 +45,8 @@ _EXPORTS = [
     pytest.param("modelopt", "llama", "MXFP8_DEFAULT_CFG", marks=_SLOW),
     pytest.param("compressed", "llama", "NVFP4", marks=_SLOW),
     pytest.param("modelopt", "llama", "FP8_DEFAULT_CFG", marks=_SLOW),
+    pytest.param("modelopt", "llama", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", marks=_SLOW),
+    pytest.param("compressed", "qwen3-moe", "W4A8", marks=_SLOW),
     pytest.param("modelopt", "llama", "FP8_PER_CHANNEL_PER_TOKEN_CFG", marks=_SLOW),
     pytest.param("modelopt", "llama-tied", "NVFP4_MLP_ONLY_CFG", marks=_SLOW),
     pytest.param("modelopt", "qwen3", "W4A16_NVFP4_CFG", marks=_SLOW),
@@ -192,7 +194,18 @@ def _unknown_codes(folder: Path) -> None:
     save_file(held, file, {"format": "pt"})
 
 
+def _coded_stack(folder: Path) -> None:
+    """Store a parameter as a stack of codes in a format that stacks are not read in."""
+    (file,) = folder.glob("*.safetensors")
+    held = load_file(file)
+    name = "model.layers.1.mlp.experts.down_proj"
+    held[name] = torch.zeros(4, 16, 16).to(torch.float8_e4m3fn)
+    held[f"{name}_weight_scale"] = torch.ones(())
+    save_file(held, file, {"format": "pt"})
+
+
 _REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "stack": (_coded_stack, "experts in one stack model.layers.1.mlp.experts.down_proj"),
     "scheme": (
         _unknown_codes,
         "q_proj.weight; stored are model.layers.1.self_attn.q_proj.",

@@ -51,6 +51,7 @@ _CACHE_SCALES = re.compile(r"\.(?:[kqv]|output)_(?:scale|zero_point)$")
 _CACHED_BY = re.compile(r"(.+?)(?:\.[kv]_proj)?\.([kv])_scale$")
 _SHOWN = 3  # stored tensors that an error names
 _STACK = 3  # axes of experts in one tensor
+_OF_STACKS = (STACK_TENSOR_SCALE, STACK_BLOCK_SCALE, STACK_INPUT_SCALE)
 _ONE_MODEL = "Check that config.json and shards are of one model."
 
 
@@ -271,6 +272,16 @@ class ConvertedWeights(Mapping[str, "Weight"]):
                 if near
                 else "Fetch the missing shards, or the config.json that belongs to these ones.",
             )
+        for name in self.unexpected:
+            base = next((name.removesuffix(e) for e in _OF_STACKS if name.endswith(e)), "")
+            if base in self._checkpoint.entries:
+                codes = self._checkpoint.entry(base)
+                raise LayoutMismatch(
+                    f"experts in one stack {shown(base)}",
+                    f"{codes.dtype} {list(codes.shape)} with {shown(name)}",
+                    "stacks in NVFP4 as ModelOpt stores them, in MXFP4 as gpt-oss does, or in BF16",
+                    "Store them so, or one matrix an expert, with the tool that wrote them.",
+                )
         if self.unexpected:
             raise LayoutMismatch(
                 "tensors of the checkpoint",

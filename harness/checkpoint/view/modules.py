@@ -181,6 +181,10 @@ class ModuleTable:
                 "codes with their scales, or unquantised values",
                 "Look for its scales under another name, or in a shard that is missing.",
             )
+        scales = parts[PartKind.BLOCK_SCALE]
+        if len(scales.shape) == 2 * len(codes.shape) and set(scales.shape[1::2]) == {1}:
+            # ModelOpt leaves the axes within a block in: [rows, 1, columns, 1].
+            parts[PartKind.BLOCK_SCALE] = scales._replace(shape=scales.shape[::2])
         wrong = misnamed(parts)
         if wrong is not None:
             raise LayoutMismatch(

@@ -64,6 +64,18 @@ def test_fp8_by_row_and_by_tensor(tmp_path: Path, dtype: torch.dtype, shape: str
             assert torch.equal(found.to(theirs.dtype), theirs)
 
 
+def test_fp8_blocks_with_the_axes_that_modelopt_leaves_in(tmp_path: Path) -> None:
+    codes, scales = every_code(192), torch.tensor([[0.5], [3.140625]])
+    found = stored(
+        tmp_path, {"weight": codes, "weight_scale": scales.expand(2, 2)[:, None, :, None]}
+    )
+    expected = by_gfloat(codes) * scales.double().repeat_interleave(128, 0)[:192]
+    assert torch.equal(found, expected)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        rows = checkpoint.stored("a").rows(128, 192).values(torch.float64)
+    assert torch.equal(rows, expected[128:])
+
+
 def test_torchao_rows(tmp_path: Path, seed: int) -> None:
     exported = import_module("torchao.prototype.safetensors.safetensors_support")
     torchao = import_module("torchao.quantization")

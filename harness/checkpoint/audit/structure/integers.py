@@ -15,6 +15,7 @@ from degarble.harness.checkpoint.audit.findings import FindingLocation
 from degarble.harness.checkpoint.read.file_access import read_small
 from degarble.harness.checkpoint.read.types import TensorEntry, shown
 from degarble.harness.checkpoint.view.quantisation_configs import integer_claims
+from degarble.harness.checkpoint.view.schemes import CT_INTEGERS
 from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def _judge(form: StoredForm, claim: IntegerClaim, findings: Findings) -> None:
     fmt = form.format
     assert fmt is not None
     assert form.scheme is not None
-    if claim.bits is not None and claim.bits != fmt.element.bits:
+    # A byte holds codes of fewer bits as well: compressed-tensors stores W4A8 so.
+    fits = form.scheme.name == CT_INTEGERS.name and (claim.bits or 0) < fmt.element.bits
+    if claim.bits is not None and claim.bits != fmt.element.bits and not fits:
         text = f"has codes of {fmt.element.bits} bits"
         _report(rules.CONTRADICTS, form, claim, (text, f"{claim.bits} bits"), findings)
     width = form.block[1] if form.block else 0

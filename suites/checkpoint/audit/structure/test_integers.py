@@ -60,6 +60,21 @@ def test_true_statements_are_silent(tmp_path: Path, stated: dict[str, Any]) -> N
     assert judged(tmp_path, stated) == []
 
 
+def test_a_byte_may_hold_a_code_of_fewer_bits(tmp_path: Path) -> None:
+    # compressed-tensors stores W4A8 as signed bytes.
+    tensors = {
+        "layers.0.q.weight": (torch.arange(16 * 256).reshape(16, 256) % 16 - 8).to(torch.int8),
+        "layers.0.q.weight_scale": torch.full((16, 2), 0.01),
+    }
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    group = {"targets": ["Linear"], "weights": weights | {"group_size": 128}}
+    stated = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    write(tmp_path, tensors, stated | {"config_groups": {"group_0": group}})
+    with Checkpoint.survey(tmp_path) as checkpoint:
+        found = [each for each in audit_structure(checkpoint) if each.rule.startswith("config.")]
+    assert found == []
+
+
 def packed_experts(tensors: dict[str, torch.Tensor]) -> None:
     """Quantise the experts of a checkpoint as AutoAWQ does, by group of 32."""
     for name in [name for name in tensors if ".experts." in name and name.endswith(".weight")]:
