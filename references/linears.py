@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 CODES, X, BLOCK_SCALE, TENSOR_SCALE = "codes", "x", "block_scale", "tensor_scale"
 X_LOOSE = "x_loose"  # beside codes that a twin made of a run's numbers: how far they may be off
-_DECODED = torch.bfloat16  # what emulated quantisation multiplies, whatever a model stores
 _CHUNK = 1 << 24  # elements of a weight that are converted at once
 _BLOCK = 128  # rows of the tallest blocks with one scale
 _DEEPGEMM_ROWS = 64  # of which its weights have a multiple
@@ -125,7 +124,7 @@ class InputQuantiser:
     format: str
     scale: Tensor | None = None  # stored
     stepwise: torch.dtype | None = None  # in which every step is stored
-    decoded: bool = False  # rounded to BF16 once decoded
+    decoded: torch.dtype | None = None  # to which numbers are rounded once decoded
 
     def codes(self, x: Tensor) -> dict[str, Tensor]:
         """Return codes and scales."""
@@ -135,10 +134,10 @@ class InputQuantiser:
 
     def values(self, codes: Mapping[str, Tensor]) -> Tensor:
         """Return what codes stand for, in float64, as they are multiplied."""
-        if not self.decoded:
+        if self.decoded is None:
             return decode_activations(codes, self.format, torch.float64)
         return cast(
-            cast(decode_activations(codes, self.format, torch.float32), _DECODED), torch.float64
+            cast(decode_activations(codes, self.format, torch.float32), self.decoded), torch.float64
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -198,14 +197,14 @@ def activation_values(
     if numerics is None or numerics.operands is not DecodedOperands.BOTH:
         return decode_activations(inputs, format_name, dtype)
     decoded = decode_activations(inputs, format_name, torch.float32)
-    return cast(cast(decoded, _DECODED), dtype)
+    return cast(cast(decoded, numerics.decoded), dtype)
 
 
 def weight_values(weight: Weight, dtype: torch.dtype, numerics: Numerics | None) -> Tensor:
     """Return a weight's values in `dtype`, as `numerics` multiplies them."""
     if numerics is None or numerics.operands is DecodedOperands.EXACT or not weight.is_decoded:
         return weight.values(dtype)
-    return cast(cast(weight.values(torch.float32), _DECODED), dtype)
+    return cast(cast(weight.values(torch.float32), numerics.decoded), dtype)
 
 
 def weight_rows(
@@ -214,7 +213,7 @@ def weight_rows(
     """Return what `weight_values` does, of a part of the first axis."""
     if numerics is None or numerics.operands is DecodedOperands.EXACT or not weight.is_decoded:
         return weight.rows(part, dtype)
-    return cast(cast(weight.rows(part, torch.float32), _DECODED), dtype)
+    return cast(cast(weight.rows(part, torch.float32), numerics.decoded), dtype)
 
 
 def matrix_parts(shape: tuple[int, ...], most: int = _CHUNK) -> Iterator[slice]:

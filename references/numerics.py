@@ -242,6 +242,11 @@ class Numerics:
         return cls(Mode.TWIN, torch.float32, torch.bfloat16, products, chosen)
 
     @property
+    def decoded(self) -> torch.dtype:
+        """Return the dtype that emulated quantisation multiplies: BF16, unless FP16 is stored."""
+        return torch.float16 if self.store is torch.float16 else torch.bfloat16
+
+    @property
     def exact(self) -> bool:
         """Return whether this is the definition, where nothing is quantised."""
         return self.mode is Mode.DEFINITION

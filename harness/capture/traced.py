@@ -20,7 +20,7 @@ import torch
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.model.components import components
-from degarble.references.traced.attention import MASK, MASKED
+from degarble.references.traced.attention import MASK, MASKED, admitted_keys
 from degarble.references.traced.evaluate import joined, view_of
 from degarble.references.traced.family import STATE, is_sequential
 from degarble.references.traced.trace import BoundaryKind
@@ -74,6 +74,7 @@ class TracedRecorder:
         self._positions = torch.arange(0)
         # Which columns of the batch are no padding, those of earlier calls included.
         self._padding: Tensor | None = None
+        self._columns = torch.ones(0, 0, dtype=torch.bool)  # the same of the last call
         self._wanted = _counted(self._graph)
         self._waiting: Counter[int] = Counter()
 
@@ -119,7 +120,7 @@ class TracedRecorder:
         self._past = self._length_of(cache)
         self._shape = batch, time = ids.shape[0], ids.shape[1]
         seen = self._seen_columns(named.get("attention_mask"))
-        self._padding = None if bool(seen.all()) else seen
+        self._padding, self._columns = None if bool(seen.all()) else seen, seen
         positions = (seen.cumsum(1) - 1)[:, self._past :]
         self._require_counted(model, named.get("position_ids"), positions)
         owners = torch.arange(self._first, self._first + batch)[:, None].expand(-1, time)
@@ -149,13 +150,10 @@ class TracedRecorder:
         if mask is None:
             return torch.ones(shape, dtype=torch.bool)
         seen = mask
-        # generate() makes masks of all queries where a cache is static.
         if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-            admitted = (mask if mask.dtype is torch.bool else mask >= 0)[:, 0, :, : shape[1]].cpu()
-            seen = admitted[:, -1]
-            at = torch.arange(shape[1])
-            causal = (at <= at[self._past :, None]) & seen[:, None]
-            seen = seen if torch.equal(admitted, causal) else None
+            seen = self._seen_by_queries(mask)
+        elif isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            seen = mask[:, : shape[1]]  # a static cache has room for more
         if not isinstance(seen, torch.Tensor) or seen.shape != shape:
             raise InvalidArgument(
                 "attention_mask", list(getattr(mask, "shape", [])),
@@ -169,6 +167,34 @@ class TracedRecorder:
                 "Record its sequences one after another.",
             )  # fmt: skip
         return seen.bool().cpu()
+
+    def _seen_by_queries(self, mask: Tensor) -> Tensor | None:
+        """Return which columns are no padding by a mask of all queries; None by other ones.
+
+        generate() makes such masks where a cache is static. One of a sliding window hides earlier
+        tokens, and has columns for as many as the cache keeps.
+        """
+        batch, time = self._shape
+        last = self._past + time
+        first = max(0, last - mask.shape[-1])
+        admitted = (mask if mask.dtype is torch.bool else mask >= 0)[:, 0, :, : last - first].cpu()
+        if admitted.shape[:2] != (batch, time):
+            return None
+        new = admitted[..., self._past - first :].diagonal(dim1=1, dim2=2)
+        known = self._columns.shape == (batch, self._past)
+        earlier = self._columns if known else admitted[:, -1, : self._past]
+        if earlier.shape[1] != self._past:
+            return None
+        seen = torch.cat([earlier, new], 1)
+        attention = (
+            each for each in self._graph.trace.boundaries if each.kind is BoundaryKind.ATTENTION
+        )
+        masks = {id(None): None, **{id(by): by for by in (e.facts.get(MASK) for e in attention)}}
+        for by in masks.values():
+            own = admitted_keys(by, time, last - first, first) & seen[:, None, first:]
+            if torch.equal(admitted, own):
+                return seen
+        return None
 
     @property
     def _needs_every_row(self) -> bool:

@@ -22,7 +22,7 @@ from degarble.harness.inference.traced import meta_model
 from degarble.harness.model.family import family_of
 from degarble.references.linears import matrix_parts
 from degarble.references.traced.family import TracedModel, logical_name
-from degarble.references.traced.trace import ParameterRef
+from degarble.references.traced.trace import EXPERTS_GATE, ParameterRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     _Place = tuple[str, nn.Module, str]  # a parameter, the module that holds it, its name there
 
+_GROUPED = 16  # bytes that torch's grouped product wants rows of experts to be a multiple of
 BF16 = "bf16"  # the arithmetic of a run on decoded weights and inputs as they are
 
 
@@ -107,6 +108,13 @@ class _Absent(nn.Parameter):
         return cls(one.expand(parameter.shape), requires_grad=False)
 
 
+def _groups_experts(model: nn.Module) -> bool:
+    """Return whether torch's grouped product takes the rows of all stacks of experts."""
+    banks = (each for each in model.modules() if hasattr(each, EXPERTS_GATE))
+    stacks = (each for bank in banks for each in bank.parameters(recurse=False) if each.ndim == 3)
+    return all(each.shape[at] * each.itemsize % _GROUPED == 0 for each in stacks for at in (1, 2))
+
+
 class _FilledModel:
     """A model on the meta device whose modules are filled when they run."""
 
@@ -114,7 +122,10 @@ class _FilledModel:
         config: Any = bound.config
         self._bound, self._dtype, self._held = bound, config.torch_dtype, held
         self._trace = config.graph.trace
-        self.model = meta_model(config)
+        made: Any = meta_model(config)
+        if not _groups_experts(made):
+            made.set_experts_implementation("eager")
+        self.model: nn.Module = made
         # Tied parameters are one object under two names; a trace knows the first.
         names = {id(each): name for name, each in self.model.named_parameters()}
         known = dict(self.model.named_modules())

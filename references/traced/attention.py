@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MASK = "mask"
+FIRST_KEY = "first_key"  # the position of the first key that a cache kept; 0 where it kept all
 SINK = "s_aux"  # what transformers calls the parameter
 SCALED_AFTER = "sinks scale the result"
 SINK_WIDE = "sinks are held in float32"
@@ -46,10 +47,13 @@ class MaskOperator:
         return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, lowest)
 
 
-def admitted_keys(mask: Any, queries: int, keys: int) -> Tensor:
-    """Return which keys each query sees [T, S], by the function that the model masks with."""
-    at_q = torch.arange(keys - queries, keys)[:, None].expand(-1, keys)
-    at_k = torch.arange(keys)[None].expand(queries, -1)
+def admitted_keys(mask: Any, queries: int, keys: int, first: int = 0) -> Tensor:
+    """Return which keys each query sees [T, S], by the function that the model masks with.
+
+    `first` is the position of the first key: chunks begin at fixed positions.
+    """
+    at_q = torch.arange(first + keys - queries, first + keys)[:, None].expand(-1, keys)
+    at_k = torch.arange(first, first + keys)[None].expand(queries, -1)
     if mask is None:
         return at_k <= at_q
     zero = torch.zeros_like(at_q)
@@ -128,7 +132,8 @@ def attended(
     if MASK in inputs:
         scores = stored(scores + inputs[MASK].double().movedim(1, 0))
     else:
-        admitted = admitted_keys(facts.get(MASK), q_THD.shape[0], k_SGD.shape[0])
+        first = int(inputs.get(FIRST_KEY, 0))
+        admitted = admitted_keys(facts.get(MASK), q_THD.shape[0], k_SGD.shape[0], first)
         scores = scores.masked_fill(~admitted, -torch.inf)
     if sink is None:
         return _weighted(scores.softmax(-1), values, stored)

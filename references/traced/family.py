@@ -38,7 +38,7 @@ from degarble.references.linears import (
     with_powers_of_two,
 )
 from degarble.references.numerics import BlockScaleUse, DecodedOperands, InputQuantisation, cast
-from degarble.references.traced.attention import MASK, admitted_keys
+from degarble.references.traced.attention import FIRST_KEY, MASK, admitted_keys
 from degarble.references.traced.definitions import (
     EachOperation,
     Roundings,
@@ -457,7 +457,7 @@ class TracedFacts(ModelFacts):
         stepwise = self.numerics.switches.quantised_inputs is InputQuantisation.STEPWISE
         return InputQuantiser(
             form, scale, self.numerics.store if stepwise else None,
-            self.numerics.operands is DecodedOperands.BOTH,
+            self.numerics.decoded if self.numerics.operands is DecodedOperands.BOTH else None,
         )  # fmt: skip
 
     def multiplied(self, x: Tensor, weight: Weight, *, coded: bool) -> tuple[Tensor, Weight]:
@@ -666,6 +666,7 @@ def by_sequence(traced: TracedComponent, inputs: Inputs) -> Iterator[tuple[dict[
             }
             if MASK in given:
                 given[MASK] = given[MASK][..., :length]
+            given[FIRST_KEY] = torch.tensor(span.stop - length)
             yield given, span.count
         return
     begun, at, earlier = 0, 0, _earlier(inputs, spans)

@@ -57,6 +57,10 @@ def _static(model: Any, ids: torch.Tensor) -> None:
     _generated(model, ids, cache_implementation="static", disable_compile=True)
 
 
+def _static_padded(model: Any, ids: torch.Tensor) -> None:
+    _generated(model, ids, _PADDING, cache_implementation="static", disable_compile=True)
+
+
 def _speculated(model: Any, ids: torch.Tensor) -> None:
     _generated(model, ids[:1], prompt_lookup_num_tokens=2)
 
@@ -76,6 +80,13 @@ def _own_head(model: Any, ids: torch.Tensor) -> None:
     model(input_ids=ids)
 
 
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 8},
+    "mistral": {"sliding_window": 8},
+    "llama4_text": {"attention_chunk_size": 8, "no_rope_layers": [1, 0]},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [
@@ -85,6 +96,12 @@ def _own_head(model: Any, ids: torch.Tensor) -> None:
         ("llama", _speculated),
         ("llama", _last_logits),
         ("llama", _own_head),
+        # Every layer slides, so generate() makes one mask, of the window's width.
+        ("mistral", _static_padded),
+        # The last token's rows are not contiguous: torch stores the product before the bias.
+        ("phi", _generated),
+        # A chunk begins among the decoding steps; the cache keeps one chunk.
+        ("llama4_text", _generated),
         pytest.param("gemma3_text", _padded_left, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", _padded_left, marks=pytest.mark.slow),
         # Latents of a static cache are projected where nothing was written yet, too.
@@ -92,8 +109,7 @@ def _own_head(model: Any, ids: torch.Tensor) -> None:
     ],
 )
 def test_a_healthy_run_agrees(name: str, call: Call) -> None:
-    more: dict[str, Any] = {"sliding_window": 8} if name == "gemma3_text" else {}
-    found = _judged(name, call, **more)
+    found = _judged(name, call, **_SETTINGS.get(name, {}))
     assert [origin.component for origin in found.origins] == []
     assert found.verdict == "AGREES"
     assert not found.unjudged

@@ -13,8 +13,13 @@ from safetensors.torch import load_file, save_file
 from degarble.harness.capture.capture import CaptureSettings, capture
 from degarble.harness.capture.files.reader import Capture
 from degarble.suites.commands.calls import call
-from degarble.suites.commands.traced_checkpoints import PROMPT, TEMPLATE, write_checkpoint
-from degarble.suites.references.traced.traced_models import ARCHITECTURES
+from degarble.suites.commands.traced_checkpoints import (
+    PROMPT,
+    TEMPLATE,
+    write_checkpoint,
+    write_tokenizer,
+)
+from degarble.suites.references.traced.traced_models import ARCHITECTURES, built
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +76,14 @@ def test_token_ids_reach_an_embedding_whose_weights_are_not_there_yet(
     for name in steps:
         tokens = stored[name.replace(".out", ".in.tokens")]
         assert torch.equal(stored[name], table[tokens])
+
+
+def test_experts_of_a_width_that_no_grouped_product_takes(capsys: Capsys, tmp_path: Path) -> None:
+    made: Any = built("qwen3_moe", torch.bfloat16, num_hidden_layers=1, moe_intermediate_size=20)
+    made.save_pretrained(tmp_path / "moe")
+    write_tokenizer(tmp_path / "moe")
+    done = captured(capsys, tmp_path / "moe", tmp_path / "run", "--backend", "transformers")
+    assert done.status == 0, done.err
 
 
 @pytest.mark.parametrize("name", NAMES)

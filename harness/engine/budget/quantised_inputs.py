@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.budget.bounded_values import QUOTIENT
-from degarble.harness.engine.budget.rules import U, ambiguous_bf16
+from degarble.harness.engine.budget.rules import U, ambiguous
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, FP32, UE8M0
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, decode_activations
@@ -45,9 +45,9 @@ def quantised_bound(quantiser: InputQuantiser, near: BoundedValue) -> Tensor:
     codes = quantiser.codes(near.value)
     exact = quantiser.values(codes)
     bound = torch.zeros_like(exact)
-    if quantiser.decoded:
+    if quantiser.decoded is not None:
         decoded = decode_activations(codes, quantiser.format, torch.float32)
-        bound = ambiguous_bf16(decoded).double()
+        bound = ambiguous(decoded, quantiser.decoded).double()
     if not bool(error.any()):
         return bound
     away = torch.where(value < 0, -error, error)

@@ -29,7 +29,7 @@ from degarble.harness.engine.budget.rules import (
     UNDERFLOW,
     JudgeableCall,
     U,
-    ambiguous_bf16,
+    ambiguous,
     cut_in_steps,
     cut_off,
     exact,
@@ -134,8 +134,9 @@ def _used(call: JudgeableCall, weight: Weight) -> _Matrix:
     if call.operands is DecodedOperands.EXACT or not weight.is_decoded:
         return _Matrix(_matrix(weight))
     assert call.facts is not None, "without facts operands are exact"
-    loose = ambiguous_bf16(weight.values(torch.float32)).float()
-    return _Matrix(weight_values(weight, torch.float32, call.facts.numerics), loose)
+    numerics = call.facts.numerics
+    loose = ambiguous(weight.values(torch.float32), numerics.decoded).float()
+    return _Matrix(weight_values(weight, torch.float32, numerics), loose)
 
 
 def _product(

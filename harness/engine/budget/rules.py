@@ -250,10 +250,10 @@ def _four_norm(rows: Tensor) -> Tensor:
     return four
 
 
-def ambiguous_bf16(values: Tensor) -> Tensor:
-    """Return how far a decoded number's BF16 rounding moves if its float32 product errs by 2 u."""
+def ambiguous(values: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return how far a decoded number's rounding moves if its float32 product errs by 2 u."""
     wide = values.double()
-    ends = [(wide * (1 + sign * 2 * U)).to(torch.bfloat16).double() for sign in (1, -1)]
+    ends = [(wide * (1 + sign * 2 * U)).to(dtype).double() for sign in (1, -1)]
     return (ends[0] - ends[1]).abs()
 
 
@@ -418,7 +418,8 @@ class JudgeableCall:
         if self.operands is not DecodedOperands.BOTH or CODES not in self.inputs:
             return None
         decoded = activation_values(self.inputs, self.activation, torch.float32)
-        return ambiguous_bf16(decoded.reshape(-1, decoded.shape[-1])).float()
+        dtype = self.known_facts.numerics.decoded
+        return ambiguous(decoded.reshape(-1, decoded.shape[-1]), dtype).float()
 
     @property
     def known_facts(self) -> Any:

@@ -17,7 +17,7 @@ from degarble.harness.engine.budget.quantised_inputs import quantised_bound
 from degarble.harness.engine.budget.rules import (
     MatrixParts,
     U,
-    ambiguous_bf16,
+    ambiguous,
     exact,
     output_format,
     over_ranks,
@@ -343,28 +343,20 @@ def linear(call: JudgeableCall) -> dict[str, Budget]:
         used = weight_values(weight, torch.float32, numerics)
         budget = over_ranks(replace(budget, slack=budget.slack.reshape(len(x), -1)), x, used,
                             call.ranks, on_the_way=True)  # fmt: skip
-    if call.operands is not DecodedOperands.EXACT and weight.is_decoded:
+    if numerics is not None and call.operands is not DecodedOperands.EXACT and weight.is_decoded:
         # A decoded number near a boundary of BF16 may go either way.
         for part in matrix_parts(weight.shape, _PART):
-            either = ambiguous_bf16(weight.rows(part, torch.float32)).float()
+            either = ambiguous(weight.rows(part, torch.float32), numerics.decoded).float()
             budget.slack[:, part] += x.abs().float() @ either.T
     if call.x_loose is not None:
         for part in matrix_parts(weight.shape, _PART):
             used = weight_rows(weight, part, torch.float32, numerics)
             budget.slack[:, part] += call.x_loose @ used.abs().T
     slack, derivation = budget.slack.reshape(out.shape), budget.derivation
-    if call.facts is not None and _adds_bias_after(call.facts):
-        bias = next(each for name, each in call.weights.items() if name.endswith("bias"))
+    bias = next((each for name, each in call.weights.items() if name.endswith("bias")), None)
+    if bias is not None:
+        # torch does for rows that are not contiguous, engines for weights that are quantised.
         made = (out.double() - bias.values(torch.float64)).abs()
         slack = slack + (made * (torch.finfo(out.dtype).eps / 2)).float()
         derivation += ("the product may be stored before its bias is added",)
     return {"out": Budget(budget.output, slack, derivation, budget.repeats)}
-
-
-def _adds_bias_after(facts: Any) -> bool:
-    """Return whether torch adds the bias to a stored product: for rows that are not contiguous.
-
-    A decoding step may have rows that are, so a call may do either.
-    """
-    operations = (facts.graph.trace.operations[number] for number in facts.traced.operations)
-    return any(operation.name in {"add", "add_"} for operation in operations)

@@ -176,8 +176,10 @@ _ROUNDINGS = (
         "quantised operands of a product",
         {
             DecodedOperands.EXACT: "multiplied as they are, scales included",
-            DecodedOperands.WEIGHTS: "weights rounded to BF16 once decoded",
-            DecodedOperands.BOTH: "weights and activations rounded to BF16 once decoded",
+            DecodedOperands.WEIGHTS: "weights rounded to BF16 once decoded (models in FP16: FP16)",
+            DecodedOperands.BOTH: (
+                "weights and activations rounded to BF16 once decoded (models in FP16: FP16)"
+            ),
         },
         _roles(f"{GEMM} {_LINEARS} traced.linear traced.experts"),
         witnesses=1,

@@ -32,7 +32,7 @@ from degarble.harness.engine.budget.bounded_values import (
 from degarble.harness.engine.budget.budget import HEADROOM, Budget, judge, spacing
 from degarble.harness.engine.budget.rules import (
     U,
-    ambiguous_bf16,
+    ambiguous,
     cut_in_steps,
     exact,
     few,
@@ -507,7 +507,7 @@ def test_a_scale_steps_only_where_amax_may(kind: IndexerFormat, side: int, error
 @pytest.mark.parametrize("boundary", [1 + 2.0**-8, -(3 - 2.0**-7)])
 def test_a_decoded_number_is_ambiguous_within_two_units_of_a_boundary(boundary: float) -> None:
     units = torch.tensor([-6.0, -3.0, -1.0, 0.0, 1.0, 3.0, 6.0], dtype=torch.float64)
-    moved = ambiguous_bf16(boundary * (1 + units * U))
+    moved = ambiguous(boundary * (1 + units * U))
     step = 2.0**-7 if abs(boundary) < 2 else 2.0**-6
     assert moved.tolist() == [0.0, 0.0, step, step, step, 0.0, 0.0]
 

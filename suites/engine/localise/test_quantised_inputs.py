@@ -74,6 +74,25 @@ def test_a_healthy_run_agrees(name: str, engine: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(
+    ("name", "engine", "operands"),
+    [
+        ("NVFP4", "plain", "weights_bf16"),
+        pytest.param("NVFP4", "decoded", "bf16", marks=pytest.mark.slow),
+        pytest.param("FP8 token", "decoded", "bf16", marks=pytest.mark.slow),
+        pytest.param("INT8 tensor", "exact", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_in_float16_multiplies_what_is_decoded_to_it(
+    name: str, engine: str, operands: str | None
+) -> None:
+    run = _run(name, dtype=torch.float16)
+    run.emulate(_ENGINES[engine])
+    found = run.judged()
+    assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+    assert learned(found).get("decoded_operands") == operands
+
+
+@pytest.mark.parametrize(
     ("name", "engine"),
     [
         pytest.param("FP8 token", "decoded", marks=pytest.mark.slow),

@@ -14,7 +14,7 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.engine.budget.budget import HEADROOM, spacing
-from degarble.harness.engine.budget.rules import U, ambiguous_bf16, summed
+from degarble.harness.engine.budget.rules import U, ambiguous, summed
 from degarble.harness.engine.compare.compare import values_of_any
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.formats.fast.buffers import empty_tensor
@@ -127,7 +127,7 @@ class MatrixOperand:
             return replace(self, stored=self.stored.to(torch.bfloat16))
         shape = (*self.leading, -1)
         rounded = self.values.to(torch.bfloat16).reshape(shape)
-        return MatrixOperand(rounded, loose=ambiguous_bf16(self.values))
+        return MatrixOperand(rounded, loose=ambiguous(self.values))
 
     @property
     def leading(self) -> tuple[int, ...]:
