@@ -53,7 +53,7 @@ def importing() -> Iterator[None]:
 EXIT_INTERRUPTED = 130
 INTERRUPTED_MESSAGE = "\ndegarble: interrupted\n"
 _STARTING = ("torch", "numpy")
-_COMPILERS = ("cutlass", "llvmlite")
+_COMPILERS = ("cutlass", "llvmlite", "numba")
 _WAIT = 0.05  # seconds
 
 

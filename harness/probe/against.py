@@ -19,6 +19,7 @@ from degarble.harness.probe.judging import (
     Cause,
     ProbedCheck,
     ProbeFinding,
+    Status,
     compare,
     judge,
     limit_of,
@@ -203,6 +204,7 @@ def judge_against(found: Against, results: Sequence[ProbedCheck], rounding: str 
     mean = fmean(found.means or [0.0])
     # A rounding moves each text in its own direction: a mean of less than the limit is no loss.
     if found.means_p < _SIGNIFICANT and abs(mean) > limit / max(1.0, math.sqrt(found.texts)):
+        found.result.status = Status.DIFFERS
         better = "the other side" if mean < 0 else "this server"
         found.findings.append(
             ProbeFinding(

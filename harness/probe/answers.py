@@ -117,7 +117,7 @@ class AnswerReader:
         if not isinstance(scores, dict):
             raise self._wrong(scores, "log-probabilities")
         if "content" in scores:
-            return [self._chat_position(entry) for entry in scores["content"] or []]
+            return [self._chat_position(entry) for entry in self._list(scores["content"])]
         tokens, values = scores.get("tokens") or [], scores.get("token_logprobs") or []
         tops = scores.get("top_logprobs") or [None] * len(tokens)
         if not all(isinstance(part, list) for part in (tokens, values, tops)) or not (
@@ -169,7 +169,16 @@ class AnswerReader:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(value, "a number as log-probability")
         # JSON has no infinity: servers write a large negative number in its place.
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise self._wrong("a number of many digits", "a log-probability") from error
+
+    def _list(self, value: object) -> list[object]:
+        """Return a list; what is left out, or null, is empty."""
+        if value is not None and not isinstance(value, list):
+            raise self._wrong(value, "a list")
+        return value or []
 
     def _streamed(self, reply: Reply) -> list[Answer]:
         """Put the choices of a stream together."""
@@ -177,7 +186,7 @@ class AnswerReader:
         usage: tuple[int | None, int | None] = (None, None)
         for event in reply.events:
             usage = _usage(event) if isinstance(event.get("usage"), dict) else usage
-            for choice in event.get("choices") or []:
+            for choice in self._list(event.get("choices")):
                 if not isinstance(choice, dict):
                     raise self._wrong(choice, "a choice")
                 delta = choice.get("delta")

@@ -94,6 +94,8 @@ class Client:
         self._token, self._limits = token, limits
         self.traffic = Traffic()
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._open: set[_Exchange] = set()
         self._begun = self._next = time.monotonic()
         self.reached = True  # whether the last request was answered at all
         self.on_request: Callable[[int], None] = lambda _count: None
@@ -134,7 +136,7 @@ class Client:
             if pause is None or attempt == _RETRIES:
                 return reply
             self.traffic.retried += 1
-            time.sleep(min(pause, max(0.0, self._limits.seconds - self.seconds)))
+            self._stopped.wait(min(pause, max(0.0, self._limits.seconds - self.seconds)))
         raise AssertionError("the last attempt returns or raises")
 
     def together(self, calls: Sequence[Call]) -> list[Reply | UnusableServer]:
@@ -150,11 +152,27 @@ class Client:
                 return error
 
         with ThreadPoolExecutor(len(calls)) as pool:
-            return list(pool.map(one, calls))
+            try:
+                return list(pool.map(one, calls))
+            except KeyboardInterrupt:
+                # Trap: the pool waits for its threads, up to the time of a request.
+                barrier.abort()
+                self._stop()
+                raise
+
+    def _stop(self) -> None:
+        """End all requests under way, and allow no more."""
+        self._stopped.set()
+        with self._lock:
+            open_now = list(self._open)
+        for exchange in open_now:
+            exchange.abort()
 
     def _take_turn(self) -> None:
         """Count a request and keep to the rate; raise where a limit is reached."""
         with self._lock:
+            if self._stopped.is_set():
+                raise LimitReached("an interrupted probe")
             if self.requests_left <= 0:
                 raise LimitReached(f"{self._limits.requests} requests")
             if self.seconds > self._limits.seconds:
@@ -166,7 +184,7 @@ class Client:
             wait = self._next - now
         self.on_request(count)
         if wait > 0:
-            time.sleep(wait)
+            self._stopped.wait(wait)
 
     def _exchange(self, call: Call) -> tuple[Reply, float | None]:
         """Send a request once; return the answer, and the pause the server asks for."""
@@ -175,60 +193,66 @@ class Client:
         headers = {"content-type": "application/json", "user-agent": f"degarble-probe/{VERSION}"}
         if self._token is not None:
             headers["authorization"] = f"Bearer {self._token}"
-        with self._connection(max(seconds, 0.1)) as (connection, held, late):
+        with self._connection(max(seconds, 0.1)) as exchange:
+            connection = exchange.connection
             try:
                 connection.connect()
-                held.append(connection.sock)
+                exchange.sockets.append(connection.sock)
                 connection.request(
                     "GET" if data is None else "POST", self._base + call.path, data, headers
                 )
                 with connection.getresponse() as answer:
                     self._require_no_redirect(call.path, answer)
                     raw = self._read(call.path, answer)
-                if late.is_set():  # an answer without a length ends where it was cut off
+                if exchange.late.is_set():  # an answer without a length ends where it was cut off
                     raise TimeoutError
-            except ssl.SSLError as error:
-                raise self._failure(call.path, str(error), "a valid TLS connection") from error
             except (OSError, http.client.HTTPException, ValueError) as error:
-                if late.is_set() or isinstance(error, TimeoutError):
+                if exchange.late.is_set() or isinstance(error, TimeoutError):
                     message = f"no whole answer within {seconds:.3g} s"
                     raise self._failure(call.path, message, "an answer in time") from error
+                if isinstance(error, ssl.SSLError):
+                    raise self._insecure(call.path, error) from error
                 if isinstance(error, ConnectionRefusedError):
                     raise self._failure(call.path, "connection refused", "a server") from error
                 raise _Dropped(_named(error)) from error
         return self._reply(call, answer, raw), _pause(answer)
 
     @contextmanager
-    def _connection(
-        self, seconds: float
-    ) -> Iterator[tuple[http.client.HTTPConnection, list[socket.socket], threading.Event]]:
-        """Make a connection; sockets put into the list are shut when its time is over."""
-        kind = (
-            http.client.HTTPSConnection
-            if self._parts.scheme == "https"
-            else http.client.HTTPConnection
-        )
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
-        # Trap: the connection forgets its socket once an answer says that it will close it.
-        held: list[socket.socket] = []
-        late = threading.Event()
-
-        def abort() -> None:
-            late.set()
-            for each in held:
-                with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-
-        timer = threading.Timer(seconds, abort)
+    def _connection(self, seconds: float) -> Iterator[_Exchange]:
+        """Make a connection that is shut when its time is over."""
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        # Trap: without a port, http.client takes the last part of an IPv6 address for one.
+        port = self._parts.port or (443 if secure else 80)
+        connection = kind(self._parts.hostname or "", port, timeout=seconds)
+        exchange = _Exchange(connection)
+        timer = threading.Timer(seconds, exchange.abort)
         timer.daemon = True
         timer.start()
+        with self._lock:
+            self._open.add(exchange)
         try:
-            yield connection, held, late
+            yield exchange
         finally:
             timer.cancel()
+            with self._lock:
+                self._open.discard(exchange)
             connection.close()
-            for each in held:
+            for each in exchange.sockets:
                 each.close()
+
+    def _insecure(self, path: str, error: ssl.SSLError) -> UnusableServer:
+        """Say what of TLS failed, and what may be done about it."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return UnusableServer(
+                f"{self.url}{path}", printable(error.verify_message, _SHOWN),
+                "a certificate of an authority that this machine trusts",
+                "Name a file with the authority's certificate: SSL_CERT_FILE=ca.pem degarble ...",
+            )  # fmt: skip
+        return UnusableServer(
+            f"{self.url}{path}", _named(error), "a valid TLS connection",
+            "A server without TLS has an address that begins with http://.",
+        )  # fmt: skip
 
     def _require_no_redirect(self, path: str, answer: http.client.HTTPResponse) -> None:
         if not 300 <= answer.status < 400:
@@ -295,6 +319,23 @@ class Client:
             f"{self.url}{path}", value, expectation,
             "Look at the server's own log, and probe it again.",
         )  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """A connection under way: another thread may end it."""
+
+    connection: http.client.HTTPConnection
+    # Trap: the connection forgets its socket once an answer says that it will close it.
+    sockets: list[socket.socket] = field(default_factory=list)
+    late: threading.Event = field(default_factory=threading.Event)
+
+    def abort(self) -> None:
+        """End it; whoever waits for the answer gets an error."""
+        self.late.set()
+        for each in self.sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
 
 class _Dropped(Exception):

@@ -24,7 +24,7 @@ from degarble.harness.probe.judging import (
     rounding_distance,
 )
 from degarble.harness.probe.paired_tests import mcnemar
-from degarble.harness.probe.server import explore
+from degarble.harness.probe.server import explore, within_limits
 from degarble.harness.probe.session import DEFAULT, OWN, Session
 from degarble.harness.probe.vocabulary import known_texts, texts_from_ids
 from degarble.harness.report.verdict import Verdict
@@ -50,6 +50,7 @@ class Check:
 
 _SCORES = "log-probabilities"
 _PROMPT_SCORES = "prompt log-probabilities"
+_NOTHING = "nothing could be compared"
 _REPEATS = Cause(
     "the same request gets other answers",
     "Look for state that is kept between requests: caches that are not cleared, buffers of CUDA "
@@ -125,6 +126,7 @@ class ProbeResult:
     options: ProbeOptions
     checks: list[ProbedCheck] = field(default_factory=list)
     ended: str = ""  # why it ended early
+    interrupted: bool = False  # by Ctrl-C
     against: Against | None = None
 
     @property
@@ -173,7 +175,8 @@ def probe(
     try:
         server = explore(client, model, options.texts[::-1])
     except UnusableServer:
-        own = texts_from_ids(client, model) if options.prompts == DEFAULT else ()
+        with within_limits(client):
+            own = texts_from_ids(client, model) if options.prompts == DEFAULT else ()
         if not own:
             raise
         options = replace(options, texts=own, prompts=OWN)
@@ -196,6 +199,8 @@ def probe(
             result.against = beside(session)
     except LimitReached as limit:
         result.ended = f"the limit of {limit.args[0]} was reached"
+    except KeyboardInterrupt:
+        result.ended, result.interrupted = "it was interrupted", True
     except (UnusableServer, Undecided) as error:
         result.ended = f"{error.name}: {error.shown_value}"
     _judge(session, result)
@@ -235,6 +240,9 @@ def _run(check: Check, session: Session, result: ProbeResult) -> None:
     except LimitReached as limit:
         cut.reason = f"the limit of {limit.args[0]} was reached"
         raise
+    except KeyboardInterrupt:
+        cut.reason = "interrupted"
+        raise
     except UnusableServer as error:
         cut.reason = error.shown_value
         if not server.client.reached:  # a refused request ends its check, a dead server the session
@@ -242,6 +250,9 @@ def _run(check: Check, session: Session, result: ProbeResult) -> None:
         return
     made.requests = server.client.traffic.requests - before
     result.checks[-1] = made
+    if not (made.positions or made.looked_at or made.findings):
+        made.status = Status.SKIPPED
+        made.reason = f"nothing could be compared; {made.notes[0]}" if made.notes else _NOTHING
 
 
 def _repeat_at_end(session: Session, result: ProbeResult) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shlex
 import textwrap
+from collections import Counter
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from degarble.harness.report.verdict import Origin, Verdict
 from degarble.reports.page_text import badge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from degarble.harness.probe.judging import ProbedCheck, ProbeFinding
@@ -238,16 +239,17 @@ def _lines(result: ProbeResult, folder: Path | None, width: int) -> Iterator[Tex
     yield Text("")
     moved, divergence = rounding_alone(result.options)
     yield Text(f"{'check':<10} {'':<13}{'compared':>9} {'nats':>9} {'limit':>7} {'KL':>9}", "dim")
-    for check in result.checks:
+    for check in _rows(result):
         yield _row(check)
-        told = [check.reason] if check.reason else [*dict.fromkeys(check.notes)][:_NOTES]
+        told = [check.reason] if check.reason else _counted(check.notes)[:_NOTES]
         for note in told:
             for line in textwrap.wrap(visible(note), width - 12):
                 yield Text(f"{'':<11}{line}", "dim")
     yield Text(f"One rounding of BF16 alone: {moved:.2g} nats, KL {divergence:.2g}.", "dim")
     if result.against is not None:
         yield Text("")
-        yield Text(visible(f"Beside {result.against.name}: {result.against.sentence}"))
+        beside = f"Beside {result.against.name}: {result.against.sentence}"
+        yield from (Text(line) for line in textwrap.wrap(visible(beside), width - 1))
     for place, finding in enumerate(result.findings, 1):
         yield from _finding_lines(place, finding, width)
     commands = next_commands(result, folder)
@@ -255,6 +257,17 @@ def _lines(result: ProbeResult, folder: Path | None, width: int) -> Iterator[Tex
         yield Text("")
         yield Text("Next, to see inside:")
         yield from (Text(visible(f"  {command}")) for command in commands)
+
+
+def _rows(result: ProbeResult) -> list[ProbedCheck]:
+    """Return all checks, with that of another side last."""
+    return result.checks + ([] if result.against is None else [result.against.result])
+
+
+def _counted(notes: Sequence[str]) -> list[str]:
+    """Return each note once, with how often it was made."""
+    counts = Counter(notes)
+    return [note if count == 1 else f"{note} ({count} times)" for note, count in counts.items()]
 
 
 def _row(check: ProbedCheck) -> Text:
@@ -315,7 +328,7 @@ def _blocks(result: ProbeResult) -> Iterator[Any]:
     if result.against is not None:
         yield Sentence(f"Beside {result.against.name}: {result.against.sentence}")
     for check in result.checks:
-        for note in dict.fromkeys(check.notes):
+        for note in _counted(check.notes):
             yield Sentence(f"{check.name}: {note}", Tone.NOTE)
     traffic, server = result.server.client.traffic, result.server
     yield Facts(
@@ -355,6 +368,6 @@ def _table(result: ProbeResult) -> Table:
             check.limit if check.comparisons else None, check.divergence,
             check.reason or str(check.status),
         )
-        for check in result.checks
+        for check in _rows(result)
     )  # fmt: skip
     return Table("Checks", tuple(columns), rows)

@@ -7,15 +7,16 @@ kept by name with the server's own reason, and checks that need it are left out 
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import UnknownName, UnusableServer, printable
 from degarble.harness.probe.answers import Answer, AnswerReader, Position, same_token
-from degarble.harness.probe.client import Call, Reply
+from degarble.harness.probe.client import Call, LimitReached, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from degarble.harness.probe.client import Client
 
@@ -178,6 +179,17 @@ class ProbedServer:
             return None
         return f"{prompt}{self.joint or ''}{''.join(position.token for position in new)}"
 
+    def writable(self, answer: Answer) -> int:
+        """Return how many tokens of an answer can be written into a prompt: as ids, all."""
+        if self.ids:
+            return len(answer.positions)
+        special = (
+            number
+            for number, position in enumerate(answer.positions)
+            if SPECIAL.fullmatch(position.token.strip())
+        )
+        return next(special, len(answer.positions))
+
     def _read(self, call: Call, reply: Reply) -> list[Answer]:
         if reply.status != 200:
             raise self._refused(call.path, reply)
@@ -219,7 +231,25 @@ class ProbedServer:
 
 
 def explore(client: Client, model: str | None, texts: Sequence[str]) -> ProbedServer:
-    """Try each feature once; raise where nothing can be asked."""
+    """Try each feature once; raise where nothing can be asked, or not within the limits."""
+    with within_limits(client):
+        return _explored(client, model, texts)
+
+
+@contextmanager
+def within_limits(client: Client) -> Iterator[None]:
+    """Refuse a server that used up the limits before there was anything to judge."""
+    try:
+        yield
+    except LimitReached as limit:
+        raise UnusableServer(
+            client.url, f"the limit of {limit.args[0]} was reached",
+            "a server that shows what it offers before that",
+            "Allow more: --time-limit SECONDS, --requests N.",
+        ) from limit  # fmt: skip
+
+
+def _explored(client: Client, model: str | None, texts: Sequence[str]) -> ProbedServer:
     server = ProbedServer(client)
     find_model(server, model)
     text = _find_completions(server, texts)
@@ -347,8 +377,13 @@ def _find_prompt_scores(server: ProbedServer, text: str, texts: Sequence[str]) -
 
 def _find_joint(server: ProbedServer, texts: Sequence[str]) -> bool:
     """Find what to write between a prompt and its answer, so that both keep their tokens."""
-    answers = [(text, server.complete(Ask(text, 2))) for text in texts[:_TEXTS]]
-    answers = [(text, answer) for text, answer in answers if answer.positions]
+    answers: list[tuple[str, Answer]] = []
+    for text in texts[: 2 * _TEXTS]:  # some end before there is anything to write
+        answer = server.complete(Ask(text, 2))
+        if server.writable(answer):
+            answers.append((text, answer))
+        if len(answers) == _TEXTS:
+            break
     for joint in ("", " "):
         server.joint = joint
         if answers and all(_keeps_tokens(server, *pair) for pair in answers):
@@ -358,15 +393,16 @@ def _find_joint(server: ProbedServer, texts: Sequence[str]) -> bool:
 
 def _keeps_tokens(server: ProbedServer, text: str, answer: Answer) -> bool:
     """Return whether a prompt and its answer, written as one text, are the same tokens."""
-    longer = server.continued(text, answer, len(answer.positions))
+    count = server.writable(answer)
+    longer = server.continued(text, answer, count)
     if longer is None:
         return False
     try:
         if not server.scored_by:  # their number alone is known
             after = server.complete(Ask(longer, 1)).prompt_tokens
             before = answer.prompt_tokens
-            return None in (before, after) or after == (before or 0) + len(answer.positions)
-        found = server.score(longer)[-len(answer.positions) :]
+            return None in (before, after) or after == (before or 0) + count
+        found = server.score(longer)[-count:]
     except UnusableServer:  # two words that became one are unknown to some tokenizers
         return False
     return all(map(same_token, (p.token for p in found), (p.token for p in answer.positions)))
@@ -397,11 +433,16 @@ def _find_fields(server: ProbedServer, text: str) -> None:
         reply = _tried(server, Ask(text, 1, fields))
         if reply.status != 200:
             server.lacks[feature] = reply.reason
-        elif feature == "several choices" and len(reply.document.get("choices", [])) != 2:
+        elif feature == "several choices" and not _has_choices(reply, 2):
             server.lacks[feature] = "one choice came back where two were asked for"
     reply = _tried(server, Ask(text, 1, {"stream": True}))
     if reply.status != 200 or not reply.events:
         server.lacks["stream"] = reply.reason if reply.status != 200 else "no events came back"
+
+
+def _has_choices(reply: Reply, count: int) -> bool:
+    choices = reply.document.get("choices")
+    return isinstance(choices, list) and len(choices) == count
 
 
 def _tried(server: ProbedServer, ask: Ask) -> Reply:

@@ -114,20 +114,21 @@ class Session:
 
     def prefilled(self, prompt: Prompt, answer: Answer, number: int) -> ProbedComparison | None:
         """Compare an answer's tokens as they were decoded with the same tokens as a prompt."""
-        count = len(answer.positions)
+        count = self.server.writable(answer)
         longer = self.server.continued(prompt, answer, count) if count else None
         if longer is None:
             return None
+        positions = answer.positions[:count]
         whole = self.server.score(longer)
         self.scored = whole[: len(whole) - count]
         self.tail = scores = whole[-count:]
         if len(scores) < count or any(
             one.token.strip() != other.token.strip()
-            for one, other in zip(scores, answer.positions, strict=True)
+            for one, other in zip(scores, positions, strict=True)
         ):
             return None
         return replace(
-            compare(answer.positions, scores, number),
+            compare(positions, scores, number),
             body=self.server.call(Ask(prompt, count)).body,
         )
 

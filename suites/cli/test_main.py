@@ -275,7 +275,7 @@ sys.exit(main.main(["faults", "list"]))
 """
 
 
-@pytest.mark.parametrize("name", ["cutlass", "llvmlite"])
+@pytest.mark.parametrize("name", ["cutlass", "llvmlite", "numba"])
 def test_it_waits_for_a_compiler(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.py").write_text(COMPILER)
     line = [sys.executable, "-c", COMPILING.format(name=name)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -12,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnusableServer
-from degarble.harness.probe.client import Client, LimitReached, RequestLimits
+from degarble.harness.probe.client import Call, Client, LimitReached, RequestLimits
 from degarble.harness.probe.server import explore
 from degarble.suites.commands.calls import call
+from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -228,3 +231,60 @@ def test_options_are_refused_before_anything_is_asked(
     done = call(capsys, "probe", "http://127.0.0.1:1", *line)
     assert done.status == 2
     assert told in done.err
+
+
+def test_limits_that_end_before_anything_is_known_are_a_refusal() -> None:
+    with answering(models_alone) as url, pytest.raises(UnusableServer) as caught:
+        explore(Client(url, None, RequestLimits(requests=1, rate=1e6)), None, ("a text",))
+    assert "the limit of 1 requests was reached" in str(caught.value)
+    assert "--requests N" in str(caught.value)
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
+def test_an_ipv6_address_needs_no_port(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, port: int
+) -> None:
+    asked = []
+
+    def connect(address: tuple[str, int], *_: Any) -> socket.socket:
+        asked.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(UnusableServer, match="connection refused"):
+        Client(f"{scheme}://[::1]", None, LIMITS).ask("/v1/models")
+    assert asked == [("::1", port)]
+
+
+def test_a_server_without_tls_is_refused_with_its_remedy() -> None:
+    with answering(models_alone) as url, pytest.raises(UnusableServer) as caught:
+        Client(url.replace("http:", "https:"), None, LIMITS).ask("/v1/models")
+    assert "a valid TLS connection" in str(caught.value)
+    assert "http://" in str(caught.value.remedy)
+
+
+def test_ctrl_c_ends_a_batch_at_once() -> None:
+    ended, lock, seen = threading.Event(), threading.Lock(), []
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def waiting(_handler: Any) -> None:
+        with lock:
+            seen.append(1)
+            if len(seen) == 3:
+                signal.pthread_kill(main, signal.SIGINT)
+        ended.wait(HANG_SECONDS)
+
+    limits = RequestLimits(rate=1e6, request_seconds=HANG_SECONDS, seconds=2 * HANG_SECONDS)
+    with answering(waiting) as url:
+        client = Client(url, None, limits)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                client.together([Call("/v1/models")] * 3)
+            still = not ended.is_set()
+        finally:
+            ended.set()
+        with pytest.raises(LimitReached, match="interrupted"):
+            client.ask("/v1/models")
+    assert still
+    assert len(seen) == 3

@@ -17,20 +17,24 @@ from degarble.harness.probe.answers import (
     divergence,
     slope,
 )
-from degarble.harness.probe.client import Reply
+from degarble.harness.probe.client import Client, Reply, RequestLimits
 from degarble.harness.probe.judging import (
     Cause,
     ProbedCheck,
     ProbedComparison,
     ProbeLevel,
+    Status,
     affected,
     compare,
     judge,
     limit_of,
     rounding_distance,
 )
+from degarble.harness.probe.probe import Check, ProbeResult, _run
+from degarble.harness.probe.report import _counted, sentence_of
 from degarble.harness.probe.rules import sampling
-from degarble.harness.probe.server import Ask
+from degarble.harness.probe.server import Ask, ProbedServer
+from degarble.harness.probe.session import ProbeOptions, Session
 
 
 def position(token: str, **shares: float) -> Position:
@@ -145,11 +149,18 @@ def test_fp8_is_allowed_for_as_a_note_unless_the_user_says() -> None:
         {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": []}}]},
         {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": ["x"]}}]},
         {"choices": [{"message": {"content": "a"}, "logprobs": {"content": [1]}}]},
+        {"choices": [{"message": {"content": "a"}, "logprobs": {"content": 1}}]},
+        {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": [10**400]}}]},
     ],
 )
 def test_answers_of_another_form_are_refused(document: dict[str, object]) -> None:
     with pytest.raises(UnusableServer, match="as in OpenAI's interface"):
         AnswerReader("/v1/completions").answers(Reply(200, document))
+
+
+def test_a_stream_of_another_form_is_refused() -> None:
+    with pytest.raises(UnusableServer, match="as in OpenAI's interface"):
+        AnswerReader("/v1/completions").answers(Reply(200, {}, ({"choices": 7},)))
 
 
 class SeedServer:
@@ -176,3 +187,31 @@ def test_a_seed_is_judged_where_equal_contexts_get_equal_numbers(moved: float, f
     result = sampling(session)
     assert [f.cause for f in result.findings] == ["the same seed gives other texts"] * found
     assert len(result.notes) == 1 - found
+
+
+@pytest.mark.parametrize(("ids", "count"), [(False, 2), (True, 3)])
+def test_an_answer_becomes_a_prompt_up_to_its_end_token(ids: bool, count: int) -> None:
+    """Answers that end early were left out whole, and with them the check of most short answers."""
+    client = Client("http://h", None, RequestLimits())
+    server = ProbedServer(client, ids=ids, joint=" ")
+    answer = Answer("a b", tuple(Position(token, -1.0, {}) for token in ("a", " b", "</s>")))
+    assert server.writable(answer) == count
+    if not ids:
+        assert server.continued("x", answer, server.writable(answer)) == "x a b"
+        assert server.continued("x", answer, 3) is None
+
+
+def test_a_check_that_compared_nothing_is_named_as_not_judged() -> None:
+    server = ProbedServer(Client("http://h", None, RequestLimits()))
+    result = ProbeResult(server, ProbeOptions(("a",)))
+    empty = ProbedCheck("prefill", "Same?", notes=["left out"])
+    check = Check("prefill", lambda _session: empty, (), Cause("c", "r"))
+    _run(check, Session(server, result.options), result)
+    assert (result.checks[0].status, result.checks[0].reason) == (
+        Status.SKIPPED, "nothing could be compared; left out",
+    )  # fmt: skip
+    assert "Not judged: prefill" in sentence_of(result)
+
+
+def test_equal_notes_are_counted() -> None:
+    assert _counted(["a", "b", "a"]) == ["a (2 times)", "b"]

@@ -80,6 +80,33 @@ def test_what_was_gathered_stays_when_the_limit_is_reached(model: OpenModel) -> 
     assert result.checks[0].comparisons
 
 
+def test_what_was_gathered_stays_after_ctrl_c(
+    model: OpenModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask = Client.ask
+
+    def interrupted(self: Client, *given: Any) -> Any:
+        if self.traffic.requests == 45:
+            raise KeyboardInterrupt
+        return ask(self, *given)
+
+    monkeypatch.setattr(Client, "ask", interrupted)
+    (tmp_path / "prompts").write_text("\n".join(texts(3)[:4]))
+    with serving(model, SMALL, Manner(engine=ScoringEngine)) as url:
+        done = call(
+            capsys, "probe", url, "--prompts", tmp_path / "prompts", "--report", tmp_path,
+            "--rate", "1000", "--max-prompt-tokens", "140", f"--json={tmp_path / 'probe.json'}",
+        )  # fmt: skip
+    document = json.loads((tmp_path / "probe.json").read_text())
+    assert (done.status, document["verdict"]) == (130, "UNDECIDED")
+    assert document["ended"] == "it was interrupted"
+    assert document["checks"][0]["compared"]
+    assert list(tmp_path.glob("*.html"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
 def test_planted_fault_is_found(model: OpenModel, planted: ServerFault) -> None:

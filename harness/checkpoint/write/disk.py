@@ -52,7 +52,7 @@ def unwritable(path: Path, error: OSError) -> UnwritablePath:
         reason,
         "room for the output" if full else "a place that can be written",
         ("Make room" if full else "Choose another place or mend this one")
-        + " and run the same command again: finished shards are kept, and it goes on from there.",
+        + " and run the same command again: what is finished is kept, and it goes on from there.",
     )
 
 

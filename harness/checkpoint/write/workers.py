@@ -106,6 +106,7 @@ def _forget_lost_server() -> None:
 # may have `places`, such as GPUs: `work` is called with the worker's place, then the task. Whoever
 # takes over for a dead worker gets the next place.
 
+_STARTS = 3  # of a worker, where the process that forks it has ended
 _IMPORTED = "degarble.harness.checkpoint.transform.convert.worker_imports"
 
 Task = TypeVar("Task")
@@ -254,11 +255,21 @@ def _start(work: Callable[[Task], Result], place: int, imported: Sequence[str]) 
     # and share what was imported, so that sixteen take little more memory than two.
     context = get_context("forkserver")
     context.set_forkserver_preload(list(imported))
-    ours, theirs = context.Pipe()
-    process = WorkerProcess(target=_serve, args=(theirs, work, dict(os.environ)), daemon=True)
-    process.start()
-    theirs.close()  # Trap: while we hold their end, a dead worker looks like a silent one
-    return _Worker(process, ours, place)
+    for _ in range(_STARTS):
+        ours, theirs = context.Pipe()
+        process = WorkerProcess(target=_serve, args=(theirs, work, dict(os.environ)), daemon=True)
+        try:
+            process.start()
+        except (EOFError, ConnectionError):  # the process that forks has ended: the next start
+            ours.close()  # begins another one
+            theirs.close()
+            continue
+        theirs.close()  # Trap: while we hold their end, a dead worker looks like a silent one
+        return _Worker(process, ours, place)
+    raise WorkerLost(
+        "process that starts workers", f"ended {_STARTS} times", "a process that lives",
+        "Look for what kills it; mostly that is too little memory: use fewer workers.",
+    )  # fmt: skip
 
 
 def _serve(

@@ -109,6 +109,8 @@ def probe(options: ProbeArguments, terminal: Terminal) -> int:
         document["report"] = _page(options, result, folder)
         terminal.say(f"Open the report: {document['report']}")
     terminal.emit(document)
+    if result.interrupted:  # what was gathered is written
+        raise KeyboardInterrupt
     return result.verdict.exit_status
 
 

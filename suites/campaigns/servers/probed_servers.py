@@ -1,6 +1,6 @@
 """Probe healthy stand-ins and planted ones.
 
-    python -m degarble.suites.campaigns.servers.probed_servers
+    python -m degarble.suites.campaigns.servers.probed_servers --seed 5003
 
 Healthy sessions differ in seed, arithmetic, experts, cache, chunks, what the server offers, and the
 rounding of sums. Each line is one session; the last two say how many there were.
@@ -40,12 +40,12 @@ def session(model: OpenModel, config: SmallConfig, manner: Manner) -> ProbeResul
         return probe(client, ProbeOptions(texts(config.seed), max_prompt_tokens=600))
 
 
-def healthy() -> Iterator[tuple[SmallConfig, Manner]]:
-    """Yield healthy servers, each another one."""
+def healthy(first: int = 1000) -> Iterator[tuple[SmallConfig, Manner]]:
+    """Yield healthy servers, each another one, of seeds from `first` on."""
     kinds = product(
         ("bf16", "fp8", "exact"), (False, True), (True, False), (False, True), (96, 32, 1024)
     )
-    for seed, (arithmetic, experts, caches, ids, chunk) in enumerate(kinds, 1000):
+    for seed, (arithmetic, experts, caches, ids, chunk) in enumerate(kinds, first):
         config = SmallConfig(
             seed, arithmetic=arithmetic, experts=experts, caches=caches, chunk=chunk,
             noise=seed % 4 == 0, sharpness=(1.5, 2.5, 4.0)[seed % 3],
@@ -68,10 +68,13 @@ def main() -> int:
     parser.add_argument("--healthy", type=int, default=72)
     parser.add_argument("--first", type=int, default=0, help="healthy session to begin with")
     parser.add_argument("--faults", type=int, default=len(FAULTS))
+    parser.add_argument("--seed", type=int, default=1000, help="of the first healthy server")
     options = parser.parse_args()
     alarms = missed = unnamed = most = 0
     with tempfile.TemporaryDirectory() as folder, opened(Path(folder) / "model") as model:
-        for config, manner in islice(healthy(), options.first, options.first + options.healthy):
+        for config, manner in islice(
+            healthy(options.seed), options.first, options.first + options.healthy
+        ):
             begin = time.process_time()
             result = session(model, config, manner)
             alarms += result.verdict is not Verdict.AGREES
@@ -79,7 +82,7 @@ def main() -> int:
             words = f"{config.arithmetic} seed {config.seed} experts {config.experts}"
             sys.stdout.write(_said(words, result, time.process_time() - begin))
             sys.stdout.flush()
-        for seed, fault in enumerate(FAULTS[: options.faults]):
+        for seed, fault in enumerate(FAULTS[: options.faults], options.seed - 1000):
             begin = time.process_time()
             config = SmallConfig(seed, experts=seed % 2 == 0)
             result = session(model, config, fault.manner)

@@ -22,7 +22,7 @@ from degarble.harness.base.errors import (
 )
 from degarble.harness.base.version import VERSION
 from degarble.harness.checkpoint.write import workers
-from degarble.harness.checkpoint.write.workers import ray_cluster, run_each
+from degarble.harness.checkpoint.write.workers import WorkerProcess, ray_cluster, run_each
 from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
@@ -109,6 +109,24 @@ def test_a_worker_that_dies_is_replaced_and_its_task_runs_again(tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(WorkerLost, match="for 3 = 'killed by SIGKILL, 3 times'"):
         list(run_each(dies_at_three, range(5), 2, again=2))
+
+
+def test_a_lost_process_that_forks_workers_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = WorkerProcess.start
+    lost: list[Exception] = [EOFError(), ConnectionResetError()]
+
+    def begin(process: WorkerProcess) -> None:
+        if lost:
+            raise lost.pop()
+        start(process)
+
+    monkeypatch.setattr(WorkerProcess, "start", begin)
+    assert {n for n, _ in run_each(squared, range(3), 2)} == {0, 1, 2}
+    lost += [EOFError() for _ in range(3)]
+    with pytest.raises(WorkerLost, match="process that starts workers = 'ended 3 times'"):
+        list(run_each(squared, range(3), 2))
 
 
 def test_whoever_takes_over_for_a_lost_worker_gets_the_next_place() -> None:
