@@ -9,6 +9,7 @@ to hold otherwise. A cost that is not known counts as nothing in a sum, and the 
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -69,13 +70,17 @@ class NightCosts:
     def read(cls, path: Path, key: tuple[str, ...]) -> NightCosts:
         """Read what is known for nights of this key."""
         found = cls(path, key)
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        # A file that somebody has damaged is that of a night whose costs are unknown.
+        with suppress(OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError,
+                      AttributeError):  # fmt: skip
             raw = json.loads(found.path.read_text(encoding="utf-8"))
             if raw["schema"] == COSTS_SCHEMA and tuple(raw["key"]) == key:
-                found.steps = {
+                steps = {
                     str(name): StepCost(float(c["seconds"]), int(c["nbytes"]), str(c["night"]))
                     for name, c in raw["steps"].items()
                 }
+                if all(0 <= cost.seconds < math.inf for cost in steps.values()):
+                    found.steps = steps
         return found
 
     def known(self, name: str, *, screened: bool = False) -> StepCost | None:

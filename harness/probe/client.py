@@ -212,8 +212,8 @@ class Client:
                     raise self._failure(call.path, message, "an answer in time") from error
                 if isinstance(error, ssl.SSLError):
                     raise self._insecure(call.path, error) from error
-                if isinstance(error, ConnectionRefusedError):
-                    raise self._failure(call.path, "connection refused", "a server") from error
+                if isinstance(error, ConnectionRefusedError | socket.gaierror):
+                    raise self._unreachable(call.path, error) from error
                 raise _Dropped(_named(error)) from error
         return self._reply(call, answer, raw), _pause(answer)
 
@@ -240,6 +240,15 @@ class Client:
             connection.close()
             for each in exchange.sockets:
                 each.close()
+
+    def _unreachable(self, path: str, error: OSError) -> UnusableServer:
+        refused = isinstance(error, ConnectionRefusedError)
+        return UnusableServer(
+            f"{self.url}{path}",
+            "connection refused" if refused else printable(str(error.strerror), _SHOWN),
+            "a server that listens there" if refused else "a host that this machine can find",
+            "Check the address, and that the server has started.",
+        )  # fmt: skip
 
     def _insecure(self, path: str, error: ssl.SSLError) -> UnusableServer:
         """Say what of TLS failed, and what may be done about it."""
@@ -362,7 +371,8 @@ def _address(url: str) -> Any:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid, parts = False, urlsplit("")
-    if not valid or parts.query or parts.fragment or not url.isprintable() or " " in url:
+    valid = valid and url.isprintable() and " " not in url and parts.path.isascii()
+    if not valid or parts.query or parts.fragment:
         raise InvalidArgument(
             "URL", url, "the address of a server, as http://HOST:PORT or https://HOST",
             "For example: degarble probe http://localhost:8000",

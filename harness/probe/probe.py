@@ -203,8 +203,18 @@ def probe(
         result.ended, result.interrupted = "it was interrupted", True
     except (UnusableServer, Undecided) as error:
         result.ended = f"{error.name}: {error.shown_value}"
+    if result.ended:
+        result.checks += _not_begun(result)
     _judge(session, result)
     return result
+
+
+def _not_begun(result: ProbeResult) -> list[ProbedCheck]:
+    begun = {check.name for check in result.checks}
+    names = [check.name for check in CHECKS if check.name not in begun]
+    return [
+        ProbedCheck(name, _QUESTIONS[name], status=Status.CUT, reason="not begun") for name in names
+    ]
 
 
 def _in_known_words(server: ProbedServer, options: ProbeOptions) -> ProbeOptions:

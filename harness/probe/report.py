@@ -28,6 +28,7 @@ from degarble.harness.report.blocks import (
     Table,
     Tone,
 )
+from degarble.harness.report.files import write_text
 from degarble.harness.report.number_text import number, visible
 from degarble.harness.report.page import Page, PageFinding, Panel, PanelKind, Subject
 from degarble.harness.report.verdict import Origin, Verdict
@@ -47,7 +48,7 @@ _STYLES = {
 }  # fmt: skip
 _TONES = {
     Status.AGREES: Tone.GOOD, Status.DIFFERS: Tone.BAD, Status.NOTE: Tone.NOTE,
-    Status.SKIPPED: Tone.PLAIN, Status.CUT: Tone.WARNING,
+    Status.CUT: Tone.WARNING,
 }  # fmt: skip
 _NOTES = 3  # of a check, on the terminal
 
@@ -123,7 +124,7 @@ def write_requests(result: ProbeResult, folder: Path) -> list[Path]:
     made = []
     for place, body in enumerate(bodies, 1):
         file = folder / f"request-{place}.json"
-        file.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        write_text(file, json.dumps(body, indent=1) + "\n")
         made.append(file)
     return made
 

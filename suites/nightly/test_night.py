@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -279,8 +280,13 @@ def test_what_is_not_known_is_said_and_does_not_pass_for_quick(tmp_path: Path) -
     assert set(known.steps) == {"first", "check --screen", "last"}
     other = costs_of(asked(tmp_path, repeats=7))
     assert not other.steps, "a night of another kind costs otherwise"
-    known.path.write_text("[1]")
-    assert not costs_of(asked(tmp_path)).steps, "a damaged file is no history"
+    whole = known.path.read_text()
+    seconds = re.sub(r'"seconds": [^,]+', '"seconds": NaN', whole)
+    for damaged in ("[1]", seconds, re.sub(r'"nbytes": [^,]+', '"nbytes": 1e999', whole)):
+        known.path.write_text(damaged)
+        assert not costs_of(asked(tmp_path)).steps, "a damaged file is no history"
+    known.path.write_text(whole)
+    assert costs_of(asked(tmp_path)).steps
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_the_rate_is_kept() -> None:
     "url",
     [
         "localhost:8000", "ftp://host", "http://", "http://anna:s3cretword@host", "http://h/?a=1",
-        "http://h:99999", "http://h\n.x",
+        "http://h:99999", "http://h\n.x", "http://h/\N{LATIN SMALL LETTER U WITH DIAERESIS}",
     ],
 )  # fmt: skip
 def test_what_is_no_address_is_refused(url: str) -> None:
@@ -254,6 +254,17 @@ def test_an_ipv6_address_needs_no_port(
     with pytest.raises(UnusableServer, match="connection refused"):
         Client(f"{scheme}://[::1]", None, LIMITS).ask("/v1/models")
     assert asked == [("::1", port)]
+
+
+def test_a_host_that_nobody_knows_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any) -> socket.socket:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    client = Client("http://nowhere.invalid", None, LIMITS)
+    with pytest.raises(UnusableServer, match="Name or service not known"):
+        client.ask("/v1/models")
+    assert client.traffic.requests == 1
 
 
 def test_a_server_without_tls_is_refused_with_its_remedy() -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from degarble.harness.probe.client import Client, RequestLimits
-from degarble.harness.probe.probe import ProbeResult, probe
+from degarble.harness.probe.probe import CHECKS, ProbeResult, probe
+from degarble.harness.probe.report import sentence_of
 from degarble.harness.probe.session import ProbeOptions
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.campaigns.servers.probed_servers import healthy, session
@@ -68,6 +69,8 @@ def test_the_command_finds_a_planted_fault_and_writes_all(
     page = next(out.glob("*.html")).read_text()
     assert "A text does not end at its stop" in page
     assert "Does the server give the same in every way?" in page
+    assert f"degarble probe {url} --prompts " in page
+    assert "--max-prompt-tokens 140" in page
     written = [file.read_text() for file in out.iterdir()]
     assert TOKEN not in "".join([done.out, done.err, json.dumps(document), *written])
 
@@ -77,6 +80,9 @@ def test_what_was_gathered_stays_when_the_limit_is_reached(model: OpenModel) -> 
         result = quick(url, requests=45)
     assert result.verdict is Verdict.UNDECIDED
     assert "45 requests" in result.ended
+    assert [check.name for check in result.checks[:10]] == [check.name for check in CHECKS]
+    assert result.checks[9].reason == "not begun"
+    assert "chat" in sentence_of(result).partition("Not judged: ")[2]
     assert result.checks[0].comparisons
 
 

@@ -100,11 +100,12 @@ def probe(options: ProbeArguments, terminal: Terminal) -> int:
         result = run.probe(client, wanted, options.model, step, beside)
     folder = _folder(options, terminal)
     document = probe_document(result, folder)
+    # Shown first: a disk that is full by now loses files, and not the result.
+    terminal.say(probe_text(result, folder, width=terminal.width, colour=terminal.colour))
     if folder is not None:
         from degarble.harness.probe.report import write_requests  # noqa: PLC0415  as above
 
         document["requests"] = [str(file) for file in write_requests(result, folder)]
-    terminal.say(probe_text(result, folder, width=terminal.width, colour=terminal.colour))
     if options.report is not None:
         document["report"] = _page(options, result, folder)
         terminal.say(f"Open the report: {document['report']}")
@@ -222,8 +223,16 @@ def _page(options: ProbeArguments, result: Any, folder: Path | None) -> str:
     from degarble.harness.report.page import provenance  # noqa: PLC0415  as above
 
     assert options.report is not None, "called only with one"
-    words = f"degarble probe {shlex.quote(options.url)}"
-    words += f" --against {shlex.quote(options.against)}" if options.against else ""
-    words += f" --rounding {options.rounding}" if options.rounding else ""
-    page = probe_page(result, provenance(words), folder)
+    page = probe_page(result, provenance(_command(options)), folder)
     return str(write_page(options.report, page))
+
+
+def _command(options: ProbeArguments) -> str:
+    """Return the command with what decides about its result; no file of a token is named."""
+    words = ["degarble", "probe", options.url]
+    names = ("model", "against", "prompts", "rounding", "max_prompt_tokens", "requests")
+    for name in names:
+        value = getattr(options, name)
+        if value != getattr(ProbeArguments, name, None):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)

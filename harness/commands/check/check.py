@@ -318,6 +318,14 @@ class CheckRun:
         """Return the fingerprint of the reference."""
         return fingerprint(self._reference_model.checkpoint)
 
+    def files(self) -> list[list[object]]:
+        """Return sizes and times of all files that are read, because a fingerprint samples them."""
+        checkpoints = self.model.checkpoint, self._reference_model.checkpoint
+        paths = [shard.file for each in checkpoints for shard in each.shards]
+        paths += [part.path for part in self.capture.parts]
+        states = [(path.name, path.stat()) for path in dict.fromkeys(paths)]
+        return [[name, state.st_size, state.st_mtime_ns] for name, state in states]
+
     def place_on_disk(self, task: JudgingTask) -> tuple[str, int]:
         """Return where the first weight of some components lies: its file, and where it begins."""
         weights = (name for each in task.names for name in self._weights.get(each, ()))

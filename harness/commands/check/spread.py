@@ -135,6 +135,7 @@ class SpreadCheck:
             "capture": opened.capture.hash,
             "checkpoint": fingerprint(opened.model.checkpoint),
             "reference": opened.reference_fingerprint,
+            "files": opened.files(),
             "torch": torch.__version__,
             "device": settings.device,
             "one thread": self._settings.workers is not None,

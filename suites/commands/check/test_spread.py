@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,29 @@ def test_a_killed_check_goes_on_and_says_the_same(
         assert document(tmp_path) == alone
         # Twice: the one that was judged when it was killed, and the origin for its tensors.
         assert len(judged) <= every + 2
+
+
+def test_a_file_that_was_written_again_makes_a_killed_check_start_anew(
+    folder: Path, check: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fingerprint samples the bytes of a large file: between two runs any of them may change."""
+    judged = []
+    here = Localisation.judged_here
+
+    def counted(self: Localisation, task: JudgingTask) -> Any:
+        judged.append(task)
+        if len(judged) == 5:
+            raise Killed
+        return here(self, task)
+
+    monkeypatch.setattr(Localisation, "judged_here", counted)
+    with pytest.raises(Killed):
+        check()
+    shard = next((folder / "model").glob("*.safetensors"))
+    os.utime(shard, ns=(0, shard.stat().st_mtime_ns + 1))
+    check()
+    assert judged[5:9] == judged[:4]
+    document(tmp_path)
 
 
 @pytest.mark.parametrize(
