@@ -631,7 +631,9 @@ def _name(capture: Capture) -> str:
 
 def compared_page(compared: RunComparison, provenance: Provenance) -> Page:
     """Return a separate page: a comparison belongs to no checkpoint."""
-    key = "".join(capture.hash[:32] for capture in compared.captures)
+    hashes = [capture.hash for capture in compared.captures]
+    # A page's name holds the first 12 digits: both captures are in them.
+    key = "".join(part for at in (slice(6), slice(6, 32)) for part in (h[at] for h in hashes))
     remedy = (
         "Run it again and look at this component: races, stale memory, unwritten output."
         if compared.verdict is Verdict.UNSTABLE

@@ -189,6 +189,8 @@ def test_only_runs_of_equal_weights_can_be_unstable(
     (page,) = (tmp_path / "report").glob("*.html")
     assert remedy in page.read_text()
     assert "before (" in call(capsys, *line).out
+    again = call(capsys, *line[:2], tmp_path / "one", "--report", tmp_path / "report")
+    assert (again.status, len(list((tmp_path / "report").glob("*.html")))) == (0, 2)
 
 
 def test_a_run_that_does_not_state_its_weights_is_nobodys_second_run(
