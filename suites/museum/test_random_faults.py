@@ -98,6 +98,29 @@ def test_a_cause_that_does_something_else_is_false(
     assert answer.cause == cause
 
 
+@pytest.mark.parametrize(("made", "true"), [(1.0, True), (0.0, False), (3.0, False)])
+def test_where_a_sum_is_rounded_makes_no_cause_false(made: float, true: bool) -> None:
+    """A step of two spacings, before or after a sum is stored, is the same claim."""
+    exact = torch.linspace(1, 2, 400).double()
+    right, wrong, claim = (
+        x.to(torch.bfloat16) for x in (exact, exact + 0.02, exact.to(torch.bfloat16) + 0.02 * made)
+    )
+    beyond, _ = answers._left({"out": claim}, {"out": wrong}, {"out": right})
+    assert (beyond[0] <= answers.LEFT**2 * beyond[1]) is true
+
+
+def test_zeros_from_a_position_on_are_no_race() -> None:
+    def apply(call: Any) -> Any:
+        return lambda inputs, weights: call({**inputs, "x": inputs["x"] * 0}, weights)
+
+    edit = Edit({"operand": "input x", "op": "constant"}, apply)
+    fault = RandomFault(LINEAR, edit, Condition("position", 40))
+    (answer,) = judged(small(), [fault]).answers
+    assert answer.cause is CauseAnswer.NAMED
+    assert not answer.cause_id.startswith("M37")
+    assert "M37.tile" in answer.sentence
+
+
 def test_a_cache_of_sequences_of_other_lengths_is_blamed_alone() -> None:
     """A window's rows are cut from each sequence only where the cache forgets the others."""
     name = "layers.1.self_attn.cache"

@@ -212,8 +212,14 @@ def _is_true(stage: Stage, fault: RandomFault, claimed: FaultVariant, said: str)
         found = list(sides(stage, fault, claimed))
         if said.endswith(PART) or f"{PART}." in said:
             found = [(_in_part(*each), *each[1:]) for each in found]
-        left = [_left(*each) for each in found]
-        if left and sum(part[0] for part in left) <= LEFT**2 * sum(part[1] for part in left):
+        left = (
+            torch.tensor([_left(*each) for each in found], dtype=torch.float64)
+            .reshape(-1, 2, 2)
+            .sum(0)
+        )
+        # What is beyond roundings counts; where nothing is, everything.
+        rest, whole = (left[0] if float(left[0, 1]) else left[1]).tolist()
+        if found and rest <= LEFT**2 * whole:
             return True
     return False
 
@@ -296,18 +302,37 @@ def _in_part(claim: Tensors | None, truth: Tensors, right: Tensors) -> Tensors |
     return made
 
 
-def _left(claim: Tensors | None, truth: Tensors, right: Tensors) -> tuple[float, float]:
-    """Return the squared difference that a claim leaves of the fault's, and the fault's own."""
-    left = whole = 0.0
+def _left(
+    claim: Tensors | None, truth: Tensors, right: Tensors
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the squared difference that a claim leaves of the fault's, and the fault's own.
+
+    First of what is beyond roundings, then of everything: a change before a sum is stored and the
+    same change after it are rounded at other places.
+    """
+    left, whole = [0.0, 0.0], [0.0, 0.0]
     for name, wrong in truth.items():
         other = None if claim is None else claim.get(name)
         size = float(_numbers(right[name]).square().sum()) or 1.0
-        change = _numbers(wrong) - _numbers(right[name])
-        whole += float(change.square().sum()) / size
         if other is None or other.shape != wrong.shape:
-            return 1.0, 0.0
-        left += float((_numbers(other) - _numbers(wrong)).square().sum()) / size
-    return left, whole
+            return (1.0, 0.0), (1.0, 0.0)
+        for at, (rest, change) in enumerate(
+            zip(_apart(other, wrong), _apart(wrong, right[name]), strict=True)
+        ):
+            left[at] += rest / size
+            whole[at] += change / size
+    return (left[0], whole[0]), (left[1], whole[1])
+
+
+def _apart(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Return the square of how far outputs differ: beyond a rounding of each number, and at all."""
+    a, b = _numbers(one), _numbers(other)
+    gap = (a - b).abs()
+    beyond = gap
+    if one.is_floating_point() and one.dtype.itemsize > 1:
+        step = torch.maximum(a.abs(), b.abs()) * torch.finfo(one.dtype).eps
+        beyond = (gap - step).clamp(min=0)
+    return float(beyond.square().sum()), float(gap.square().sum())
 
 
 def _numbers(x: Tensor) -> Tensor:

@@ -378,6 +378,8 @@ def _of_sum(drawn: random.Random, scene: Scene) -> Edit | None:
 
             if kind == "left out":
                 return of(chunk != at)
+            if kind == "twice" and x.is_floating_point() and x.dtype.itemsize > 1:
+                return call({**inputs, source: torch.where(chunk == at, 2 * x, x)}, weights)
             whole = call(inputs, weights)
             if kind == "twice":
                 rest = of(chunk != at)

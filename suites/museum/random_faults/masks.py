@@ -77,9 +77,9 @@ def drawn_mask(
             sides = [attended(inputs, seen) for seen in (kinds[kind], _causal)]
             if sides[0] is None or sides[1] is None:
                 return {"out": healthy}
-            change = torch.where(sides[0] == sides[1], 0.0, sides[0] - sides[1])
-            made = healthy.double() + change.reshape(healthy.shape)
-            return {"out": made.to(healthy.dtype)}
+            # What differs is rounded once, as a kernel with this mask would.
+            made, alike = (side.reshape(healthy.shape) for side in (sides[0], sides[0] == sides[1]))
+            return {"out": torch.where(alike, healthy, made.to(healthy.dtype))}
 
         return faulty
 
