@@ -212,9 +212,7 @@ def probe(
 def _not_begun(result: ProbeResult) -> list[ProbedCheck]:
     begun = {check.name for check in result.checks}
     names = [check.name for check in CHECKS if check.name not in begun]
-    return [
-        ProbedCheck(name, _QUESTIONS[name], status=Status.CUT, reason="not begun") for name in names
-    ]
+    return [ProbedCheck(name, status=Status.CUT, reason="not begun") for name in names]
 
 
 def _in_known_words(server: ProbedServer, options: ProbeOptions) -> ProbeOptions:

@@ -204,7 +204,7 @@ def test_an_answer_becomes_a_prompt_up_to_its_end_token(ids: bool, count: int) -
 def test_a_check_that_compared_nothing_is_named_as_not_judged() -> None:
     server = ProbedServer(Client("http://h", None, RequestLimits()))
     result = ProbeResult(server, ProbeOptions(("a",)))
-    empty = ProbedCheck("prefill", "Same?", notes=["left out"])
+    empty = ProbedCheck("prefill", notes=["left out"])
     check = Check("prefill", lambda _session: empty, (), Cause("c", "r"))
     _run(check, Session(server, result.options), result)
     assert (result.checks[0].status, result.checks[0].reason) == (
