@@ -18,6 +18,7 @@ import torch
 from degarble.harness.base.errors import DegarbleError, InvalidArgument
 from degarble.harness.base.version import VERSION
 from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.files.records import BIASES
 from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.modules import (
     ModulePlace,
@@ -25,6 +26,7 @@ from degarble.harness.capture.modules import (
     places_by_name,
     recording,
     weights_hash,
+    with_bias,
 )
 from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import MemoryRun, Recorder
@@ -135,9 +137,9 @@ def capture(
     with _options_as_parameters():
         wanted = CaptureFilter.from_options(components=components)
         wanted.require_choosing([place.component for place in chosen])
-    stated = _facts_of_module(model, label, facts)
+    stated = _facts_of_module(model, label, facts) | {BIASES: with_bias(model, chosen)}
     if folder is None:
-        run = MemoryRun({KEY: stated[KEY]} if KEY in stated else {})
+        run = MemoryRun({key: stated[key] for key in (KEY, BIASES) if key in stated})
         _record(model, arguments, chosen, Recorder(run, wanted))
         return run
     stated["weights"] = weights_hash(model)  # before the run, which may write into buffers
@@ -193,11 +195,11 @@ def check(
 ) -> CheckedModules:
     """Judge every captured call whose component the twin knows, on the inputs that it was given.
 
-    `twin`: weights by component (tensor, QuantisedTensor, Weight, or a dict of `w` and `bias`), as
-    they are stored, never as the model holds them; `definitions`: callables by component;
-    `conventions` of the run go before those that it states itself;
-    `partial`: judge also what there is of a capture whose run was killed; `faults`: a folder of
-    adopted faults, which are searched as well.
+    `twin`: weights by component (tensor, QuantisedTensor, Weight, or a dict of `w` and `bias`), or
+    weights and biases by the names that a checkpoint gives them, as they are stored, never as the
+    model holds them; `definitions`: callables by component; `conventions` of the run go before
+    those that it states itself; `partial`: judge also what there is of a capture whose run was
+    killed; `faults`: a folder of adopted faults, which are searched as well.
 
     >>> import torch
     >>> from degarble import capture, check

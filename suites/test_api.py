@@ -236,3 +236,53 @@ def test_a_picture_shows_where_the_output_is_wrong() -> None:
         if value is not None
     }
     assert beyond == {("20-23", "30-32"), ("60-63", "0-2")}
+
+
+# --------------------------------------------------------------------------------------------------
+# A bias that nobody gave the twin is no fault
+
+Biased = tuple[torch.nn.Sequential, torch.nn.Linear, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def biased() -> Biased:
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        linear = torch.nn.Linear(16, 8)
+        return torch.nn.Sequential(linear), linear, torch.randn(6, 16)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_module_whose_bias_was_not_given_is_not_judged(
+    biased: Biased, tmp_path: Path, *, kept: bool
+) -> None:
+    model, linear, x = biased
+    weight = linear.weight.detach().clone()
+    run = api.capture(model, x, folder=tmp_path / "run" if kept else None)
+    found = api.check(run, {"m0": weight})
+    assert (found.verdict, found.unjudged, found.without_bias) == ("UNDECIDED", ("m0",), ("m0",))
+    assert '"m0.bias"' in found.sentence
+    assert found.document()["without_bias"] == ["m0"]
+
+
+@pytest.mark.parametrize("name", ["m0", "m0.weight"])
+def test_a_bias_stands_under_its_own_name(biased: Biased, name: str) -> None:
+    model, linear, x = biased
+    weight, bias = linear.weight.detach().clone(), linear.bias.detach().clone()
+    run = api.capture(model, x)
+    assert api.check(run, {name: weight, "m0.bias": bias}).verdict == "AGREES"
+    wrong = api.check(run, {name: weight, "m0.bias": bias + 1})
+    assert (wrong.verdict, wrong.without_bias) == ("DIFFERS", ())
+    none = api.check(run, {"m0": {"w": weight, "bias": None}})
+    assert (none.verdict, none.without_bias) == ("DIFFERS", ())
+
+
+def test_a_vector_added_to_every_row_is_told(biased: Biased) -> None:
+    weight, dice = biased[1].weight.detach().bfloat16(), torch.Generator().manual_seed(3)
+    x = torch.randn(16, 16, generator=dice).bfloat16()
+    out = (x.float() @ weight.float().T + torch.linspace(-2, 2, 8)).bfloat16()
+    told = api.judge("gemm", x, weight, out)
+    assert told.verdict == "DIFFERS"
+    assert "the same vector is added to every row" in told.sentence
+    out[3] += 1  # no vector explains that
+    assert "the same vector" not in api.judge("gemm", x, weight, out).sentence

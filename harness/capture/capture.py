@@ -149,6 +149,7 @@ class CaptureSettings:
     strict: bool = False  # refuses a mixture of the backend's components and torch's
     settings: CompileSettings = field(default_factory=CompileSettings)  # of our own kernels
     patch: Path | None = None  # a Python file: it is executed
+    plant: Callable[[OpenModel], Patched] | None = None  # puts a fault of the catalogue in
     device: str = CPU
     graph_bytes: int = 0  # of buffers that CUDA graphs of decoding write; 0: no graphs
     share: Callable[[OpenModel], BoundModel] | None = None  # of one rank of several
@@ -164,6 +165,7 @@ class CaptureSettings:
     def foreign(self) -> list[str]:
         """The options that bring code which is not ours."""
         found = [f"--backend {self.backend}"] if self.backend != TORCH else []
+        found += ["--fault"] if self.plant is not None else []
         return found + ([f"--patch {self.patch.name}"] if self.patch is not None else [])
 
 
@@ -338,6 +340,8 @@ def _changed(model: OpenModel, capture_settings: CaptureSettings) -> tuple[Paire
     patched = None
     if capture_settings.patch is not None:
         patched = apply_patch(capture_settings.patch, bound, model.weights, model.stored)
+    elif capture_settings.plant is not None:
+        patched = capture_settings.plant(model)
     run_on_device(bound, capture_settings.device)
     return paired, patched
 

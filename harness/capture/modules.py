@@ -242,6 +242,16 @@ def places_by_name(model: nn.Module) -> list[ModulePlace]:
     return [ModulePlace(component, (name,)) for component, name in found.items()]
 
 
+def with_bias(model: nn.Module, places: Iterable[ModulePlace]) -> list[str]:
+    """Return the components whose last module adds a bias."""
+    modules = dict(model.named_modules())
+    return [
+        place.component
+        for place in places
+        if getattr(modules.get(place.modules[-1]), "bias", None) is not None
+    ]
+
+
 def component_of(module: str) -> str:
     """`model.layers.3.mlp.0` as the name of a component: `layers.3.mlp_0`."""
     match = _BLOCK.search(module)

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -85,18 +86,31 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options of the group itself."""
-        return _without_types_of_flags(super().get_params(ctx))
+        return _in_words(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that `args` begins with."""
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            raise UnknownName.among(f"command of {ctx.command_path}", args[0], self.commands)
+        known = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in known:
+            raise UnknownName.among(f"command of {ctx.command_path}", args[0], known)
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write what each command does, as whole sentences."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, self.summary(ctx, name)) for name in self.list_commands(ctx)]
+            )
+
+    def summary(self, ctx: Any, name: str) -> str:
+        """Return what a command does, in a sentence."""
+        found: Any = self.get_command(ctx, name)
+        return " ".join((found.help or "").split("\n\n")[0].split())
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; the group alone shows what there is."""
         if not ctx._protected_args and not ctx.args:  # noqa: SLF001  what is left to run
-            sys.stdout.write(USAGE if ctx.parent is None else f"{ctx.get_help()}\n")
+            sys.stdout.write(f"{ctx.get_help()}\n")
             raise typer.Exit
         return super().invoke(ctx)
 
@@ -163,7 +177,7 @@ def _command_class(paths: Collection[str], *, file_after_json: bool) -> type[Typ
 
     class Command(TyperCommand):
         def get_params(self, ctx: Any) -> list[Any]:
-            return _without_types_of_flags(super().get_params(ctx))
+            return _in_words(super().get_params(ctx))
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             """Write out the value of `--json`: typer has no option whose value may be left out."""
@@ -234,12 +248,21 @@ def json_at(words: Sequence[str]) -> int | None:
     return options.index("--json") if "--json" in options else None
 
 
-def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
-    """Show no `<bool>` in the help of an option that takes no value."""
+def _in_words(parameters: list[Any]) -> list[Any]:
+    """Show the word for a value alone: no `<bool>` of a flag, no `<path>` and `{CKPT}`."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.display_type_rich = lambda ctx: None  # noqa: ARG005  typer passes it by name
+        if parameter.param_type_name == "argument" and parameter.metavar:
+            parameter.display_type_rich = lambda ctx: None  # noqa: ARG005  as above
+            word = parameter.metavar if parameter.required else f"[{parameter.metavar}]"
+            usage = [f"{word}..." if parameter.nargs == -1 else word]
+            parameter.get_usage_pieces = partial(_given_pieces, usage)
     return parameters
+
+
+def _given_pieces(pieces: list[str], _context: Any) -> list[str]:
+    return pieces
 
 
 def _terminal(before: Terminal, name: str, given: dict[str, Any]) -> Terminal:
@@ -272,6 +295,9 @@ def _terminal(before: Terminal, name: str, given: dict[str, Any]) -> Terminal:
 
 def dispatch(app: typer.Typer, arguments: Sequence[str], session: CliSession) -> int:
     """Run the command that `arguments` name and give its exit status."""
+    if not arguments:
+        sys.stdout.write(USAGE)
+        return EXIT_AGREES
     root = typer.main.get_command(app)
     try:
         with root.make_context("degarble", list(arguments), obj=session) as context:

@@ -2,7 +2,7 @@
 
 Exit statuses: 0 AGREES, 1 DIFFERS or UNSTABLE, 2 REFUSED or UNDECIDED, 70 for an internal error,
 130 after Ctrl-C, 141 if the reader of a pipe went away (128 + signal, as shells count). Neither
-torch nor rich is imported until a command needs it.
+torch nor rich is imported until a command needs it, and no module of a command before that.
 """
 
 import errno
@@ -10,7 +10,8 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn, TextIO
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple, NoReturn, TextIO
 
 import typer
 
@@ -25,26 +26,116 @@ from degarble.harness.cli.command import (
     asks_for_json,
     dispatch,
 )
-from degarble.harness.cli.commands import (
-    checkpoints,
-    doctor,
-    history,
-    inference,
-    judging,
-    museum,
-    probing,
-)
 from degarble.harness.cli.imports import EXIT_INTERRUPTED, INTERRUPTED_MESSAGE, interruptible
 from degarble.harness.cli.terminal import Environment, Terminal, tell_crash, tell_refusal
 
 EXIT_PIPE_CLOSED = 141
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
+_COMPLETION = "_DEGARBLE_COMPLETE"  # set by the scripts of --install-completion
+
+
+class _CommandHome(NamedTuple):
+    """Where a command is declared, and its line in the help."""
+
+    module: str
+    add: str
+    help: str
+
+
+# In the order of the help. A line is the first sentence of the command's docstring.
+COMMANDS = {
+    "doctor": _CommandHome(
+        "doctor", "add",
+        "Find out what TARGET is, do all that can be done with it, and say what to do next.",
+    ),
+    "demo": _CommandHome(
+        "museum", "add_demo",
+        "Run a small model, plant a fault in it, find and name it, write a report to open.",
+    ),
+    "capture": _CommandHome(
+        "judging", "add", "Run a model and record the inputs and outputs of every component."
+    ),
+    "import": _CommandHome(
+        "judging", "add",
+        "Turn a dump of SGLang, FlashInfer or vLLM into a capture, and say what it can decide.",
+    ),
+    "check": _CommandHome(
+        "judging", "add",
+        "Judge a captured run: which layer, which component, why, with what evidence.",
+    ),
+    "compare": _CommandHome("judging", "add", "Compare two captures, site by site."),
+    "audit": _CommandHome(
+        "checkpoints", "add_audit",
+        "Judge the files of a checkpoint and say what is wrong, before a kernel runs.",
+    ),
+    "quantise": _CommandHome(
+        "checkpoints", "add_rewriting",
+        "Quantise a checkpoint by a recipe, streaming, never half-written.",
+    ),
+    "convert": _CommandHome(
+        "checkpoints", "add_rewriting",
+        "Bring a checkpoint into the form that a consumer reads; --prove compares the values.",
+    ),
+    "generate": _CommandHome(
+        "inference", "add_generate",
+        "Continue a prompt, answer in a chat, or score a text with a checkpoint of any layout.",
+    ),
+    "serve": _CommandHome(
+        "inference", "add_serve",
+        "Answer over HTTP as OpenAI's API does: models, completions, chats; health, metrics.",
+    ),
+    "probe": _CommandHome(
+        "probing", "add",
+        "Check the numbers of any server with OpenAI's interface, from outside.",
+    ),
+    "bisect": _CommandHome(
+        "history", "add",
+        "Narrow a range of commits to the one that moved a component's difference.",
+    ),
+    "faults": _CommandHome(
+        "museum", "add_faults", "Plant known faults; check that they are found and named."
+    ),
+    "history": _CommandHome(
+        "history", "add",
+        "Query the store of all runs: trends, changes, two runs side by side.",
+    ),
+}  # fmt: skip
+
+
+class _Program(Group):
+    """The group of all commands, each imported when it is needed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  as typer calls it
+        """Return the names in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  as above
+        """Return a command, imported now; None where there is none."""
+        home = COMMANDS.get(cmd_name)
+        if home is not None and cmd_name not in self.commands:
+            module = import_module(f"degarble.harness.cli.commands.{home.module}")
+            declared = typer.Typer(rich_markup_mode=None)
+            declared.callback()(_nothing)
+            getattr(module, home.add)(declared)
+            self.commands.update(getattr(typer.main.get_command(declared), "commands"))  # noqa: B009  typed as one command
+        return self.commands.get(cmd_name)
+
+    def summary(self, ctx: Any, name: str) -> str:  # noqa: ARG002  as above
+        """Return a command's line without importing it."""
+        return COMMANDS[name].help
+
+
+def _nothing() -> None:
+    """Stand for the options of a group that has none."""
+
+
 app = typer.Typer(
     name="degarble",
     help="Find which layer and which component of a low-precision model run went wrong, and why.",
     epilog="Exit status: 0 agrees, 1 differs, 2 refused or undecided.",
-    cls=Group,
+    cls=_Program,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
 )
@@ -71,21 +162,6 @@ def _read_globals(
 ) -> None:
     session: CliSession = context.obj
     session.terminal = Terminal(json_wanted=json_wanted, quiet=quiet, cluster=cluster)
-
-
-for add in (  # in the order of the help
-    doctor.add,
-    museum.add_demo,
-    judging.add,
-    checkpoints.add_audit,
-    checkpoints.add_rewriting,
-    inference.add_generate,
-    inference.add_serve,
-    probing.add,
-    museum.add_faults,
-    history.add,
-):
-    add(app)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -151,6 +227,8 @@ def _streams() -> None:
 def run() -> NoReturn:
     """Console entry point."""
     _streams()
+    if _COMPLETION in os.environ:  # the shell asks for words
+        typer.main.get_command(app)(prog_name="degarble", complete_var=_COMPLETION)
     sys.exit(main(sys.argv[1:]))
 
 

@@ -24,6 +24,11 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:,.{max(0, digits - whole + leading)}f}"
 
 
+def budgets(ratio: float, budget: str = "its budget") -> str:
+    """Write a difference in units of its budget: a part of it, or how many times it."""
+    return f"{number(ratio)} {'of' if ratio <= 1 else 'times'} {budget}"
+
+
 def shortened(text: str, longest: int = 2000) -> str:
     """Return at most `longest` characters of a text, and say how much is left out."""
     if len(text) <= longest:

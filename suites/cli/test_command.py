@@ -162,7 +162,7 @@ CASES = [
     (["chek"], "command of degarble = 'chek'", "Did you mean check?"),
     (["faults", "lst"], "command of degarble faults = 'lst'", "Did you mean list?"),
     (["check"], "CAPTURE = None", "See degarble check --help."),
-    (["check", "x"], "--reference = None", "See degarble check --help."),
+    (["convert", "x", "y"], "--to = None", "See degarble convert --help."),
     (["check", "x", "--devise", "cpu"], "option of degarble check = '--devise'", "--device"),
     (["--jsn", "demo"], "option of degarble = '--jsn'", "--json"),
     (["generate", "x", "--top-p", "much"], "--top-p = 'much'", "See degarble generate --help."),
@@ -221,8 +221,8 @@ def test_programs_get_the_refusal_as_a_document(
 def test_a_line_without_a_needed_option_is_refused_where_its_json_goes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = call(capsys, "check", "--json", "x")
-    assert result.document["error"]["name"] == "--reference"
+    result = call(capsys, "capture", "--json", "x")
+    assert result.document["error"]["name"] == "--out"
     assert call(capsys, "check", "x", "--json", "y").out == ""
 
 

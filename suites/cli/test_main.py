@@ -8,10 +8,11 @@ import resource
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import typer
 
 from degarble.harness.base.version import VERSION
 from degarble.harness.cli import imports
@@ -42,7 +43,39 @@ def test_the_version_is_printed_without_importing_anything_heavy() -> None:
 
 def test_help_does_not_import_torch() -> None:
     code = f"{START}assert main(['check', '--help']) == 0; {HEAVY}"
-    assert _python(code).stdout.endswith("['rich']\n")
+    assert _python(code).stdout.endswith("[]\n")
+
+
+def test_help_imports_no_module_of_a_command() -> None:
+    seen = "print([name for name in sys.modules if '.cli.commands.' in name])"
+    assert _python(f"{START}assert main(['--help']) == 0; {seen}").stdout.endswith("[]\n")
+
+
+def test_the_lines_of_the_help_are_the_first_sentences_of_the_commands() -> None:
+    program: Any = typer.main.get_command(entry.app)
+    context = program.make_context("degarble", [], resilient_parsing=True)
+    found = {
+        name: " ".join(program.get_command(context, name).help.split("\n\n")[0].split())
+        for name in program.list_commands(context)
+    }
+    assert {name: home.help for name, home in entry.COMMANDS.items()} == found
+    assert set(program.commands) == set(found)  # no module declares a command that is not listed
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("degarble au", "audit"), ("degarble check CAP --refe", "--reference")],
+)
+def test_a_shell_completes_commands_and_options(words: str, expected: str) -> None:
+    asked = {
+        "_DEGARBLE_COMPLETE": "complete_bash", "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "degarble.harness.cli.main"],
+        capture_output=True, text=True, check=False, env=os.environ | asked, timeout=HANG_SECONDS,
+    )  # fmt: skip
+    assert (done.stdout.split(), done.stderr) == ([expected], "")
 
 
 def test_the_import_check_detects_torch() -> None:
@@ -67,7 +100,7 @@ def test_help_lists_every_command_of_the_contract(
 ) -> None:
     result = call(capsys, flag)
     assert result.status == 0
-    listed = {line.split()[1] for line in result.out.splitlines() if line.startswith("│ ")}
+    listed = {line.split()[0] for line in result.out.splitlines() if line.startswith("  ")}
     assert listed >= {
         *("demo", "capture", "check", "compare", "audit", "quantise", "convert", "generate"),
         *("serve", "faults", "history", "bisect", "--json", "--quiet", "--cluster", "--version"),

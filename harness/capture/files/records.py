@@ -326,6 +326,8 @@ def _is_sequence(value: Any) -> bool:
     return _is_object(value) and all(ids(value.get(name, [])) for name in ("prompt", "new"))
 
 
+BIASES = "biases"  # the fact that lists components whose module adds a bias
+
 FACTS: Mapping[str, tuple[Test, str]] = {
     "source": (_is_source, "an object of texts"),
     "config": (_is_object, "an object"),
@@ -338,6 +340,7 @@ FACTS: Mapping[str, tuple[Test, str]] = {
     "conventions": (_is_object, "an object"),
     "by_backend": (_list_of(_is_text), "a list of components"),
     "fell_to_torch": (_list_of(_is_text), "a list of components"),
+    BIASES: (_list_of(_is_text), "a list of components"),
     "fraction_bits": (_object_of(_is_count), "an object of counts"),
     "sequences": (_list_of(_is_sequence), "a list of prompts with their new tokens"),
     **dict.fromkeys(

@@ -1,5 +1,8 @@
 """Command line of `degarble audit`, `quantise` and `convert`: check or rewrite a checkpoint."""
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -226,12 +229,38 @@ def quantise(options: QuantiseOptions, terminal: Terminal) -> int:
     # Imports torch, which --help and --version do without.
     from degarble.harness.commands import transform as run  # noqa: PLC0415
 
-    job = run.job_from(options.source, options.recipe, options.scale_rule, options.calibration)
-    with job, spread(terminal) as workers:
-        done = run.quantise(job, options.destination, workers, partial(terminal.work, "quantise"))
+    listen = partial(terminal.work, "quantise")
+    with _calibration_to_paste(options):
+        job = run.job_from(options.source, options.recipe, options.scale_rule, options.calibration)
+        with job, spread(terminal) as workers:
+            done = run.quantise(job, options.destination, workers, listen)
     terminal.say(*done.lines())
     terminal.emit(done.document())
     return EXIT_AGREES
+
+
+@contextmanager
+def _calibration_to_paste(options: QuantiseOptions) -> Iterator[None]:
+    """Let a refusal for want of a calibration end with the two commands that make and use one."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.name == "calibration" and options.calibration is None:
+            source, ranges = quoted(options.source), quoted(f"{options.destination}-ranges")
+            same = f"{source} {quoted(options.destination)} --recipe {quoted(options.recipe)}"
+            same += "" if options.scale_rule == "amax" else f" --scale-rule {options.scale_rule}"
+            error.remedy = (
+                "Record the ranges of its inputs on texts of your own, one a line, or quantise its "
+                "weights alone (docs/calibration.md). "
+                f"degarble capture {source} --amax-only --prompts PROMPTS.txt --out {ranges} && "
+                f"degarble quantise {same} --calibration {ranges}"
+            )
+        raise
+
+
+def quoted(word: Path | str) -> str:
+    """Write a word as a shell takes it."""
+    return shlex.quote(str(word))
 
 
 def convert(options: ConvertOptions, terminal: Terminal) -> int:

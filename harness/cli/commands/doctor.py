@@ -241,10 +241,10 @@ class _Session:
     def _check(self, step: "DoctorStep", inner: _StepTerminal) -> int:
         from degarble.harness.cli.commands.judging import CheckOptions, check  # noqa: PLC0415
 
-        checkpoint = _option(step, "--checkpoint")
+        checkpoint, reference = _option(step, "--checkpoint"), _option(step, "--reference")
         asked = CheckOptions(
             self._capture or Path(step.line[1]),
-            Path(_option(step, "--reference")),
+            Path(reference) if reference else None,
             Path(checkpoint) if checkpoint else None,
             report=self.options.out,
         )

@@ -79,6 +79,13 @@ class CaptureOptions:
             metavar="FILE.py", help="Python file with patch(candidate). It is executed: trust it."
         ),
     ] = None
+    fault: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID@COMPONENT",
+            help="Plant this fault there, to see it found: M10.nibble_order@layers.1.ffn.w2.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,13 @@ class CheckOptions:
 
     capture: CapturePath
     reference: Annotated[
-        Path, typer.Option(metavar="CKPT", help="BF16 or official checkpoint: judges quality.")
-    ]
+        Path | None,
+        typer.Option(
+            metavar="CKPT",
+            help="BF16 or official checkpoint: judges quality.",
+            show_default="none, and quality is not judged",
+        ),
+    ] = None
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -175,6 +187,9 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     foreign = options.backend if options.backend != "torch" else None
     values.at_most_one(amax_only=options.amax_only, patch=options.patch)
     values.at_most_one(amax_only=options.amax_only, backend=foreign)
+    for name in ("amax_only", "patch", "graph"):
+        values.at_most_one(fault=options.fault, **{name: getattr(options, name)})
+    values.at_most_one(fault=options.fault, backend=foreign)
     values.strict(options.backend, wanted=options.strict)
     values.exactly_one(prompt=options.prompt, prompts=options.prompts)
     _require_graph(options)
@@ -246,6 +261,7 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
         strict=options.strict,
         settings=settings_here(),
         patch=options.patch,
+        plant=_planting(options.fault),
         conventions=read_options(options.convention or ()),
         graph_bytes=int(options.graph_memory * (1 << 30)) if options.graph else 0,
     )
@@ -272,6 +288,14 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
 
         record = capture_over_ranks
     return record(options.checkpoint, prompts, options.out, watch, capture_settings, report)
+
+
+def _planting(fault: str | None) -> Any:
+    if fault is None:
+        return None
+    from degarble.harness.commands.plant import planting  # noqa: PLC0415  as above
+
+    return planting(fault)
 
 
 def import_dump(options: ImportArguments, terminal: Terminal) -> int:
@@ -429,8 +453,9 @@ def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> st
     from degarble.harness.commands.check.report import write_check_report  # noqa: PLC0415  as above
 
     assert options.report is not None, "called only with one"
-    names = [options.capture, options.reference]
-    words = "degarble check {} --reference {}".format(*(name.resolve().name for name in names))
+    words = f"degarble check {options.capture.resolve().name}"
+    if options.reference is not None:
+        words += f" --reference {options.reference.resolve().name}"
     words += f" --backend {options.backend}" if options.backend != "torch" else ""
     words += f" --device {options.device}" if options.device != "cpu" else ""
     words += " --partial" if options.partial else ""

@@ -212,10 +212,9 @@ class Audit:
             )
             return f"No error in {what} of all {self.subject.tensors:,} tensors{rest}.{alone}"
         errors = [finding for finding in self.findings if finding.level is Level.ERROR]
-        broken = len({error.rule for error in errors})
-        where = errors[0].tensor or errors[0].module or "the checkpoint"
-        rules = "one rule" if broken == 1 else f"{broken} rules"
-        return f"{places(counts[Level.ERROR], 'error')} against {rules}, the first at {where}."
+        more = counts[Level.ERROR] - 1
+        rest = f" And {places(more, 'more error')}." if more else ""
+        return f"{errors[0].message.rstrip('.')}.{rest}"
 
 
 @dataclass(frozen=True)

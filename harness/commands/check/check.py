@@ -165,6 +165,7 @@ SEARCHED = 8  # origins whose cause is searched; on the others only the causes o
 DIAGNOSED = 64  # origins whose cause is looked for in either way
 _BLOCK = re.compile(r"^(layers|mtp)\.\d+\.")
 ATTRIBUTED = 6  # origins whose share of the final difference is measured
+NO_REFERENCE = "none, so quality was not judged"
 UNNAMED = "No known fault explains this"
 
 
@@ -173,7 +174,7 @@ class CheckSettings:
     """The options of a check."""
 
     capture: Path
-    reference: Path
+    reference: Path | None  # quality is not judged without one
     checkpoint: Path | None = None
     held_values: int = HELD_VALUES
     device: str = CPU  # where twin and reference are computed
@@ -293,21 +294,22 @@ class CheckRun:
         plain = self.model.arithmetic != "twin"
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
         self._reference_model = self.model
-        if plain and wanted.reference.resolve() == self.source.resolve():
+        own = wanted.reference or self.source
+        if plain and own.resolve() == self.source.resolve():
             self.reference = self.twin
             self._verify(self.model)
             return
-        reference = open_model(wanted.reference, "bf16", held_values=wanted.held_values)
+        reference = open_model(own, "bf16", held_values=wanted.held_values)
         self._open.enter_context(reference)
         self._reference_model = reference
-        require_same_model(self.model.config, reference.config, wanted.reference)
+        require_same_model(self.model.config, reference.config, own)
         self._verify(reference)
         self.reference = as_recorded(reference.logits_model.bound, self.capture)
         run_on_device(self.reference, wanted.device)
 
     def _verify(self, reference: OpenModel) -> None:
         """Raise if the reference does not match its manifest."""
-        if not self._verifying:
+        if not self._verifying or self.settings.reference is None:
             return
         self._verified = require_as_written(
             reference.checkpoint, usable_workers(), lambda _nbytes: None
@@ -399,10 +401,10 @@ class CheckRun:
         )
 
     def _facts(self, found: Localised) -> dict[str, str]:
-        facts = self.capture.facts
+        facts, named = self.capture.facts, self.settings.reference
         fields = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
         fields |= {
-            "reference": self.settings.reference.resolve().name,
+            "reference": NO_REFERENCE if named is None else named.resolve().name,
             "capture": self.capture.hash,
         }
         checkpoint = self.model.checkpoint

@@ -179,9 +179,13 @@ def prompts_file(options: DoctorOptions) -> Path:
 def _check_step(
     capture: Path, checkpoint: str, options: DoctorOptions, seconds: float
 ) -> DoctorStep:
-    line = ["check", str(capture), "--reference", str(options.reference or checkpoint)]
+    line = ["check", str(capture), *_reference(options)]
     line += ["--checkpoint", checkpoint, "--report", str(options.out)]
     return DoctorStep(CHECK, "check every component", seconds, tuple(line))
+
+
+def _reference(options: DoctorOptions) -> tuple[str, ...]:
+    return () if options.reference is None else ("--reference", str(options.reference))
 
 
 def _with_engine(target: DoctorTarget, options: DoctorOptions) -> list[DoctorStep]:
@@ -203,12 +207,11 @@ def _capture(target: DoctorTarget, options: DoctorOptions) -> list[DoctorStep]:
     source = target.source
     if source is None or not Path(source).is_dir():
         moved = "names no checkpoint" if source is None else "names a checkpoint that is not here"
-        line = ("check", target.text, "--checkpoint", "CKPT", "--reference", "CKPT")
-        why = f"The capture {moved}. Name it: {shlex.join(['degarble', *line])}"
+        named = shlex.join(["degarble", "check", target.text, "--checkpoint", "CKPT"])
+        why = f"The capture {moved}. Name it: {named}"
         why += "; a capture of a torch model is judged by degarble.harness.api.check(CAPTURE, TWIN)"
         return [DoctorStep(CHECK, "", left_out=why)]
-    reference = options.reference or Path(source)
-    line = ("check", target.text, "--reference", str(reference), "--report", str(options.out))
+    line = ("check", target.text, *_reference(options), "--report", str(options.out))
     spent = _BEGIN + weight_bytes(Path(source)) / _RUN
     return [DoctorStep(CHECK, "check every component", spent, line)]
 
@@ -258,5 +261,5 @@ def next_command(target: DoctorTarget, options: DoctorOptions, found: Sequence[s
         case TargetKind.KERNEL if not found:
             return 'degarble doctor CKPT --engine "vllm serve CKPT"'
         case TargetKind.CAPTURE if not found and target.backend in (None, "torch"):
-            return f"degarble check {text} --reference CKPT --backend NAME"
+            return f"degarble check {text} --backend NAME"
     return ""

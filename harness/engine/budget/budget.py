@@ -18,7 +18,7 @@ import torch
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.engine.compare.compare import compare, values_of_any
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
-from degarble.harness.report.number_text import number
+from degarble.harness.report.number_text import budgets, number, share
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -312,11 +312,18 @@ class LevelFinding:
         at = ", ".join(map(str, self.place))
         if self.level == KIND:
             return f"NaN or infinite on one side only: {self.measured:,.0f} elements, first {at}"
-        level = f"{self.level} {at}".rstrip()
-        return (
-            f"{level}: {number(self.measured)}, budget {number(self.allowed)} "
-            f"({number(self.ratio)} of it)"
-        )
+        kind, _, level = self.level.rpartition(" of ")
+        place = "the whole output" if level == "whole" else f"{level} {at}".rstrip()
+        measured, allowed = number(self.measured), number(self.allowed)
+        text = f"{self.level} {at}".rstrip() + f": {measured}"
+        if kind == "gain":
+            text = f"{place} is too large or too small by {share(self.measured)}"
+            allowed = share(self.allowed)
+        elif kind == "length":
+            text = f"the difference over {place} has a length of {measured}"
+        elif self.level == "element":
+            text = f"{place} is off by {measured}"
+        return f"{text}, budget {allowed} ({budgets(self.ratio, 'it')})"
 
 
 @dataclass(frozen=True)

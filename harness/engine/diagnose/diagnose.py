@@ -516,11 +516,15 @@ def _each_by_itself(
             call.proof.within,
             stored,
             call.proof.ratio,
-            f"in {call.calls} calls, each by itself, {_evidence(call.variant, call.proof, stored)}",
+            f"{_several(call.calls)}{_evidence(call.variant, call.proof, stored)}",
             tuple(ids[:at] + ids[at + 1 :]),
         )
         for at, call in enumerate(found)
     )
+
+
+def _several(calls: int) -> str:
+    return f"in {calls} calls, each by itself, " if calls > 1 else ""
 
 
 def _trials(

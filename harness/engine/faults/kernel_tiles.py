@@ -471,7 +471,8 @@ def _tiles(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVari
             yield _fixed(f"{text} were not stored", region, 0.0)
         for by in _SHIFTS:
             if _alike(own, shifted(expected, region, by)):
-                words = f"{text} hold what belongs {by:+d} columns away"
+                side = "right" if by > 0 else "left"
+                words = f"{text} hold what belongs {abs(by)} columns to the {side}"
                 yield _moved(words, region, partial(shifted, by=by))
         if (region.columns[1] - region.columns[0]) % 2 == 0 and _alike(
             own, swapped(expected, region)
@@ -649,7 +650,13 @@ def _fault(name: str, title: str, where: tuple[str, ...], ways: Any, signature: 
 
 
 RACES_FAULTS = (
-    _fault("tile", "A race spoils a tile of an output", PRODUCTS[:-2], _race_tile_variants, _tiles),
+    _fault(
+        "tile",
+        "A tile of an output holds other values, as after a race",
+        PRODUCTS[:-2],
+        _race_tile_variants,
+        _tiles,
+    ),
     _fault(
         "stale_tile",
         "A race leaves a tile of the call before",

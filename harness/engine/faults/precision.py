@@ -277,7 +277,9 @@ _TILED = {
 
 def _whole_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for gain in PLANTED:
-        yield planted_gain(context, f"{gain_text(gain)} on all of it", gain, places={"gain": gain})
+        yield planted_gain(
+            context, f"{gain_text(gain)} on the whole output", gain, places={"gain": gain}
+        )
 
 
 def _whole(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
@@ -287,7 +289,7 @@ def _whole(context: ComponentContext, record: CallRecord) -> Iterator[FaultVaria
         gain = faint(c, e)
     if gain is not None:
         for value, side in _sharp(context, record, gain):
-            words = f"{gain_text(value)} on all of it"
+            words = f"{gain_text(value)} on the whole output"
             yield from both_gains(context, words, value, places={"gain": value}, sides=(side,))
 
 

@@ -263,7 +263,9 @@ def _with_epsilon(context: ComponentContext, strength: float) -> FaultVariant:
 
 def _with_gain(context: ComponentContext, strength: float) -> FaultVariant:
     gain = 1 + strength
-    return planted_gain(context, f"{gain_text(gain)} on all of it", gain, places={"gain": gain})
+    return planted_gain(
+        context, f"{gain_text(gain)} on the whole output", gain, places={"gain": gain}
+    )
 
 
 def _with_head_gain(context: ComponentContext, strength: float) -> FaultVariant:

@@ -44,12 +44,13 @@ def section(name: str, command: Any) -> str:
     usage = " ".join([name, *(spelled(p) for p in taken if p.required)])
     optional = [p for p in taken if p.param_type_name == "argument" and not p.required]
     usage += "".join(f" [{spelled(p)}]" for p in optional)
-    if getattr(command, "commands", None):
+    if hasattr(command, "list_commands"):
         usage += " COMMAND"
     usage += " [OPTIONS]" if any(not p.required for p in taken) else ""
     text = " ".join((command.help or "").split())
     head = [f"## {name}", "", text, "", "```", usage, "```", ""]
-    return "\n".join([*head, "| argument or option | meaning |", "|---|---|", *rows, ""])
+    table = ["| argument or option | meaning |", "|---|---|", *rows, ""] if rows else []
+    return "\n".join([*head, *table])
 
 
 def parameters(name: str, command: Any) -> list[Any]:
@@ -68,7 +69,11 @@ def spelled(parameter: Any) -> str:
 
 def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     yield name, command
-    for part, inner in getattr(command, "commands", {}).items():
+    if not hasattr(command, "list_commands"):
+        return
+    context = command.make_context(name, [], resilient_parsing=True)
+    for part in command.list_commands(context):
+        inner = command.get_command(context, part)
         if not inner.hidden:
             yield from _commands(f"{name} {part}", inner)
 

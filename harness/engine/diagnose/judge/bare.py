@@ -292,7 +292,7 @@ def causes_of(
         NamedCause(
             cause.id, " and ".join(fault.title for fault in cause.faults), cause.evidence,
             cause.ratio, cause.variant.words.replace(context.name, "it"),
-            names.get(str(cause.variant.where.get("taken")), ""),
+            names.get(str(cause.variant.where.get("taken")), ""), cause.variant.words,
         )
         for cause in found.named
     )  # fmt: skip

@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     Search = Callable[[BareCall, Mapping[str, Tensor]], Causes]
 
 OUT = "out"
+_FLOOR = 1e-3  # of a column's largest result, so that no result counts without bound
+_ROWS = 8  # below that, a vector explains too much
+_ONE_VECTOR = (
+    "the same vector is added to every row, as a bias is; if the kernel adds one, pass weights as "
+    '{"w": w, "bias": bias}'
+)
 
 
 def judge_product(
@@ -86,6 +92,8 @@ def judge_product(
     elif search:
         plain = {key: operand.values for key, operand in operands.items()}
         causes = search(BareCall(name, product, rows), plain)
+        if not causes.named and causes.described is None and adds_one_vector(product, rows):
+            causes, note = Causes(), _ONE_VECTOR
     census = census_of(candidate)
     return JudgedKernel(
         name, verdict, {OUT: result},
@@ -112,6 +120,18 @@ def followed_by(product: Product, rows: Tensor, result: OutputResult) -> Decoded
         if judged.verdict is Verdict.AGREES and nearer:
             return kind
     return None
+
+
+def adds_one_vector(product: Product, rows: Tensor) -> bool:
+    """Tell whether the same vector, added to every row, gives the output of a bare product."""
+    if product.bias is not None or len(rows) < _ROWS or not bool(rows.isfinite().all()):
+        return False
+    exact = rows.double()
+    trust = (exact.abs() + _FLOOR * exact.abs().amax(0)) ** -2  # small results are rounded least
+    fine = replace(product, dtype=torch.float32).expected.double()
+    vector = (trust * (exact - fine)).sum(0) / trust.sum(0)
+    biased = replace(product, bias=vector.nan_to_num().float())
+    return judge(rows, biased.expected, biased.budget).verdict is Verdict.AGREES
 
 
 def agrees_at_once(name: str, product: Product, output: Tensor) -> JudgedKernel | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.capture.files.records import BIASES
 from degarble.harness.engine.adopted.statement import statement_of
 from degarble.harness.engine.conventions.learned import (
     ConventionEvidence,
@@ -50,7 +51,7 @@ from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
 from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -83,8 +84,9 @@ class ModuleCall(NamedTuple):
 class Twin:
     """The definition of every component: weights of products by component, and callables.
 
-    A weight is a tensor, a QuantisedTensor, a Weight, or a dict of `w` and `bias`. A definition is
-    a callable of the component's captured inputs, in their order.
+    A weight is a tensor, a QuantisedTensor, a Weight, or a dict of `w` and `bias`; a bias may also
+    stand under its own name, as in a checkpoint (`m0.weight`, `m0.bias`). A definition is a
+    callable of the component's captured inputs, in their order.
 
     >>> import torch
     >>> from degarble import Twin
@@ -95,7 +97,7 @@ class Twin:
     def __init__(
         self, weights: Mapping[str, Any], definitions: Mapping[str, Any] | None = None
     ) -> None:
-        self._weights = {name: _parts(name, held) for name, held in weights.items()}
+        self._weights = {name: _parts(name, held) for name, held in _joined(weights).items()}
         self._definitions = dict(definitions or {})
         for name, definition in self._definitions.items():
             if not callable(definition) or name in self._weights:
@@ -115,6 +117,10 @@ class Twin:
     def names(self) -> tuple[str, ...]:
         """Return the components with a definition."""
         return (*self._weights, *self._definitions)
+
+    def lacks_bias(self, component: str) -> bool:
+        """Tell whether a weight was given for a component, and nothing said of a bias."""
+        return _BIAS not in self._weights.get(component, {_BIAS: None})
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give components other names; two of one name are refused."""
@@ -302,6 +308,7 @@ class CheckedModules(ShownAsCard):
     inherited: tuple[str, ...] = ()  # components given NaN or infinity
     first_not_finite: str = ""
     conventions: tuple[ConventionUsed, ...] = ()  # that are not the exact ones
+    without_bias: tuple[str, ...] = ()  # of `unjudged`: the model adds a bias, the twin has none
 
     @property
     def discrepancies(self) -> tuple[JudgedKernel, ...]:
@@ -323,6 +330,8 @@ class CheckedModules(ShownAsCard):
         count = len(self.judged)
         if self.verdict is Verdict.AGREES:
             return f"{count} components agree with their twins."
+        if self.verdict is Verdict.UNDECIDED and self.without_bias:
+            return f"Nothing was judged: {self._lacking_bias()}"
         if self.verdict is Verdict.UNDECIDED:
             return "Nothing was judged: no weight and no definition fits a captured component."
         names = ", ".join(trouble.component for trouble in self.discrepancies)
@@ -347,9 +356,20 @@ class CheckedModules(ShownAsCard):
             lines.append(
                 f"Rows that were given values that are not finite were not judged: {names}"
             )
-        if self.unjudged:
-            lines.append(f"Not judged, without a definition: {', '.join(self.unjudged)}")
+        undefined = [name for name in self.unjudged if name not in self.without_bias]
+        if undefined:
+            lines.append(f"Not judged, without a definition: {', '.join(undefined)}")
+        if self.without_bias and self.verdict is not Verdict.UNDECIDED:
+            lines.append(f"Not judged: {self._lacking_bias()}")
         return lines
+
+    def _lacking_bias(self) -> str:
+        first, *others = self.without_bias
+        who = f"{', '.join(self.without_bias)} add" if others else f"{first} adds"
+        return (
+            f"{who} a bias that the twin does not have. Give it under its own name "
+            f'("{first}.bias"), or write {{"w": ..., "bias": None}} if there should be none.'
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -377,6 +397,7 @@ class CheckedModules(ShownAsCard):
                 for name, kernel in self.judged.items()
             ],
             "unjudged": list(self.unjudged),
+            "without_bias": list(self.without_bias),
             "inherited": list(self.inherited),
             "conventions": [convention.document() for convention in self.conventions],
         } | self._descriptions()
@@ -402,6 +423,7 @@ def check_modules(
     work = _Judging(run, twin, declared)
     for call in run.calls:
         work.take(call)
+    aside = work.set_aside(run.facts.get(BIASES) or ())
     used = conventions_used(declared, work.evidence())
     learned = {
         convention_used.name: convention_used.value
@@ -412,13 +434,14 @@ def check_modules(
         work = _Judging(run, twin, {**declared, **learned})
         for call in run.calls:
             work.take(call)
+        aside = work.set_aside(run.facts.get(BIASES) or ())
     worst = work.explained()
     verdict = Verdict.AGREES if worst else Verdict.UNDECIDED
     if any(kernel.verdict is Verdict.DIFFERS for kernel in worst.values()):
         verdict = Verdict.DIFFERS
     steps = {name: each.call.step for name, each in work.worst.items()}
     told = tuple(work.unjudged), tuple(work.inherited), work.first
-    return CheckedModules(verdict, worst, steps, *told, used)
+    return CheckedModules(verdict, worst, steps, *told, used, aside)
 
 
 class _Worst(NamedTuple):
@@ -461,6 +484,23 @@ class _Judging:
         self._lengths[name] += kernel.distance
         if name not in self.worst or kernel.ratio > self.worst[name].judged.ratio:
             self.worst[name] = _Worst(call, kernel, rows)
+
+    def set_aside(self, biased: Collection[str]) -> tuple[str, ...]:
+        """Take back what differs because the module adds a bias that nobody gave the twin.
+
+        A weight alone says nothing about a bias, so the difference proves no fault.
+        """
+        found = tuple(
+            name
+            for name, worst in self.worst.items()
+            if name in biased
+            and self._twin.lacks_bias(name)
+            and worst.judged.verdict is Verdict.DIFFERS
+        )
+        for name in found:
+            del self.worst[name]
+            self.unjudged[name] = True
+        return found
 
     def explained(self) -> dict[str, JudgedKernel]:
         """Return the worst call of each component, with its causes where it differs.
@@ -563,6 +603,17 @@ def _is_without_rows(tensors: Mapping[str, Tensor]) -> bool:
 
 def _all_finite(tensors: Mapping[str, Tensor]) -> bool:
     return all(all_finite(tensor) for tensor in tensors.values() if tensor.dtype.is_floating_point)
+
+
+def _joined(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Join weights with biases that stand under names of their own."""
+    found = dict(weights)
+    for name in weights:
+        base = name.removesuffix(".bias")
+        for owner in () if base == name else (base, f"{base}.weight"):
+            if owner in found and name in found:
+                found[owner] = {**_parts(owner, found[owner]), _BIAS: found.pop(name)}
+    return found
 
 
 def _parts(name: str, held: Any) -> dict[str, Any]:

@@ -15,10 +15,11 @@ import torch
 from torch.nn.functional import max_pool2d
 
 from degarble.harness.engine.adopted.statement import statement_of
+from degarble.harness.engine.budget.budget import KIND
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.report.blocks import Code, HeatMap, HeatScale
 from degarble.harness.report.cards import Card, ShownAsCard
-from degarble.harness.report.number_text import number, share, shortened
+from degarble.harness.report.number_text import budgets, share, shortened
 from degarble.harness.report.verdict import AnswerLevel, Verdict
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class NamedCause:
     ratio: float  # of the budget that the reproduction leaves
     words: str = ""  # the way in which it went wrong, without numbers of this call
     other: str = ""  # the component whose weight was taken
+    place: str = ""  # `words` with the places and numbers of this call
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +72,7 @@ class Elements:
     count: int
     total: int
     lines: tuple[str, ...] = ()
+    region: str = ""  # that holds them all, where it is not the whole output
     picture: HeatMap | None = None  # rows by columns, each cell the worst of its elements
 
 
@@ -130,7 +133,7 @@ class JudgedKernel(ShownAsCard):
     def sentence(self) -> str:
         """Return the answer in a sentence."""
         if self.verdict is Verdict.AGREES:
-            return f"{self.component} agrees with its twin: {number(self.ratio)} of its budget."
+            return f"{self.component} agrees with its twin: {budgets(self.ratio)}."
         if self.verdict is Verdict.UNDECIDED:
             why = next((e.undecided for e in self.outputs.values() if e.undecided), "")
             return f"{self.component} is undecided: {why}"
@@ -141,10 +144,24 @@ class JudgedKernel(ShownAsCard):
                 return f"{self.component} differs from its twin: {self.note}."
             count = len(set(self.tried))
             text = f"{count} were tried" if count else "none is known for it"
+            where = next((f" {e.region}" for e in self.elements.values() if e.region), "")
             return (
-                f"{self.component} differs from its twin, and no known fault explains it ({text})."
+                f"{self.component} differs from its twin{where}{self._not_finite()}, and no known "
+                f"fault explains it ({text})."
             )
-        return f"{self.component} differs from its twin: {self.cause.title} ({self.cause.fault})."
+        text = f"{self.cause.title} ({self.cause.fault})"
+        place = f": {self.cause.place}" if self.cause.place else ""
+        return f"{self.component} differs from its twin: {text}{place}."
+
+    def _not_finite(self) -> str:
+        for output in self.outputs.values():
+            for finding in output.findings:
+                if finding.level == KIND:
+                    count = (
+                        "1 value" if finding.measured == 1 else f"{finding.measured:,.0f} values"
+                    )
+                    return f": {count} NaN or infinite on one side only"
+        return ""
 
     def lines(self) -> list[str]:
         """Return the full answer, line by line."""
@@ -162,7 +179,8 @@ class JudgedKernel(ShownAsCard):
             lines += [f"    {line}" for line in described.table]
             lines.append(f"  next: {described.remedy}")
         elif self.verdict is Verdict.DIFFERS and not self.named and self.tried:
-            lines.append(f"  none of these reproduces it: {', '.join(dict.fromkeys(self.tried))}")
+            count = len(set(self.tried))
+            lines.append(f"  none of {count} known causes reproduces it; `tried` has their ids")
         if self.causes.wanted:
             lines.append(f"  next: {self.causes.wanted}")
         return lines + ([f"  {self.note}"] if self.note else [])
@@ -218,7 +236,7 @@ class JudgedKernel(ShownAsCard):
         if elements is not None:
             told.append(
                 f"  {name}: {elements.count:,} of {elements.total:,} elements are each beyond "
-                f"their budget"
+                f"their budget{', all of them ' if elements.region else ''}{elements.region}"
             )
             told += [f"    {line}" for line in elements.lines]
         if name in self.census:
@@ -245,7 +263,19 @@ def elements_of(candidate: Tensor, twin: Tensor, excess: Tensor) -> Elements:
         f"{word} at {list(at)}: {_pair(candidate[at], twin[at], excess[at])}"
         for word, at in (("first", first), ("worst", worst))
     )
-    return Elements(len(beyond), excess.numel(), lines, _picture(excess))
+    return Elements(len(beyond), excess.numel(), lines, _region(beyond, excess), _picture(excess))
+
+
+def _region(beyond: Tensor, excess: Tensor) -> str:
+    """Name the rows and columns of a matrix that hold all wrong elements; empty where it is all."""
+    if excess.ndim != 2:
+        return ""
+    words = []
+    for axis, name in enumerate(("row", "column")):
+        first, last = int(beyond[:, axis].min()), int(beyond[:, axis].max())
+        if last - first + 1 < excess.shape[axis]:
+            words.append(f"{name} {first}" if first == last else f"{name}s {first} to {last}")
+    return f"in {', '.join(words)}" if words else ""
 
 
 def _picture(excess: Tensor) -> HeatMap | None:
@@ -295,7 +325,7 @@ def _place(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _pair(found: Tensor, expected: Tensor, excess: Tensor) -> str:
-    return f"{_one(found)}, expected {_one(expected)}: {number(float(excess))} of its budget"
+    return f"{_one(found)}, expected {_one(expected)}: {budgets(float(excess))}"
 
 
 def _one(value: Tensor) -> str:

@@ -232,7 +232,7 @@ def _gain_at(
     context: ComponentContext, gain: float, rows: tuple[int, int] | None
 ) -> Iterator[FaultVariant]:
     where: dict[str, Any] = {} if rows is None else {"rows": f"{rows[0]} to {rows[1] - 1}"}
-    place = "all of it" if rows is None else f"columns {rows[0]} to {rows[1] - 1}"
+    place = "the whole output" if rows is None else f"columns {rows[0]} to {rows[1] - 1}"
 
     def region(_inputs: Tensors, out: Tensor) -> Tensor | None:
         if rows is None:

@@ -418,3 +418,13 @@ def test_an_output_of_another_kind_is_a_finding_without_a_cause(dtype: torch.dty
 def test_a_component_needs_its_config() -> None:
     with pytest.raises(UnknownName, match="component without a config"):
         judge("attn.wq_a", COMPONENTS_X, COMPONENTS_W, COMPONENTS_OUT)
+
+
+def test_the_answer_says_where_all_wrong_elements_lie() -> None:
+    generator = torch.Generator().manual_seed(7)
+    x, w = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (32, 48))
+    out = (x.float() @ w.float().T).bfloat16()
+    out[8:16, 40] = float("nan")
+    told = judge("gemm", x, w, out)
+    assert "in rows 8 to 15, column 40: 8 values NaN or infinite" in told.sentence
+    assert told.elements["out"].region == "in rows 8 to 15, column 40"
