@@ -308,7 +308,7 @@ def diagnose(
         steady = [fault for fault in sitting if not fault.per_call]
         named, trials = _alike_in_all(context, calls, (main, sample), steady)
         if not named:
-            named = _each_by_itself(context, apart, sitting)
+            named = _races(context, apart, sitting)
         alone = [trial for trial in trials if not trial.uncut]
         # Where no fault explains a part, parts, pairs and conventions rarely help: describe first.
         partly = any(trial.left <= PART for trial in alone)
@@ -525,6 +525,31 @@ def _each_by_itself(
 
 def _several(calls: int) -> str:
     return f"in {calls} calls, each by itself, " if calls > 1 else ""
+
+
+def _races(
+    context: ComponentContext, apart: Sequence[CallRecord], sitting: Sequence[ModelFault]
+) -> tuple[NamedFault, ...]:
+    """Return causes whose damage differs in every call, and those that act in some rows alike.
+
+    A race strikes places by chance. Where one rule gives the rows of several calls, a cause that
+    acts by it comes first; in one call either may be meant.
+    """
+    races = _each_by_itself(context, apart, sitting)
+    if not races or apart[0].implied:
+        return races
+    steady = [fault for fault in sitting if not fault.per_call]
+    named = _in_a_part(context, apart, _parts(context, apart), steady)
+    ruled = [cause for cause in named if cause.condition is not None]
+    if not ruled:
+        return races
+    calls = [call for record in apart for call in calls_in(record)]
+    several = len(_unhealthy(context, calls)) > 1
+    found = (*ruled, *races) if several else (*races, *ruled)
+    ids = [cause.id for cause in found]
+    return tuple(
+        replace(cause, alternatives=(*ids[:at], *ids[at + 1 :])) for at, cause in enumerate(found)
+    )
 
 
 def _trials(
