@@ -42,7 +42,7 @@ from degarble.harness.engine.faults.regions import apart, flat
 from degarble.harness.engine.faults.registry import faults_for
 from degarble.harness.engine.faults.traced.inputs import taken_anew
 from degarble.harness.engine.faults.weight_faults import remembering
-from degarble.harness.engine.recover.described import describe
+from degarble.harness.engine.recover.described import describe, in_some_rows
 from degarble.harness.engine.recover.lacking import lacking
 from degarble.harness.report.number_text import number, share
 
@@ -462,6 +462,13 @@ def _described_in_a_part(
         when = words if condition is None else condition.sentence
         if when:
             sentence = f"{found.sentence.removesuffix('.')}, {when}."
+            return replace(found, sentence=sentence), condition
+    whole = together(context, apart)
+    if parts and not whole[0].implied:
+        beside = in_some_rows(context, [call for record in whole for call in calls_in(record)])
+        if beside is not None:
+            found, condition = beside
+            sentence = f"{found.sentence.removesuffix('.')}, {condition.sentence}."
             return replace(found, sentence=sentence), condition
     return None, None
 

@@ -18,6 +18,7 @@ import torch
 from degarble.harness.base.errors import CANNOT_RUN, DegarbleError
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
+from degarble.harness.engine.diagnose.conditions import condition_of
 from degarble.harness.engine.diagnose.trial import calls_in, distance, explained, is_by_row, make
 from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
@@ -27,14 +28,17 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
+from degarble.harness.engine.localise.discrepancy import outputs_beyond
 from degarble.harness.engine.recover.choices import other_choices, other_numbers_given
+from degarble.harness.engine.recover.column_orders import orders_of
 from degarble.harness.engine.recover.column_parts import (
     of_equations,
     of_input,
     of_weight,
     rules_in_columns,
 )
-from degarble.harness.engine.recover.differences import rows_rolled, rules_of
+from degarble.harness.engine.recover.differences import RecoveredRule, rows_rolled, rules_of
+from degarble.harness.engine.recover.earlier_calls import earlier_rows
 from degarble.harness.engine.recover.edits import edits_of, input_by, least
 from degarble.harness.engine.recover.maps import (
     Sides,
@@ -52,8 +56,10 @@ from degarble.harness.engine.recover.operands import operand_of
 from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
 from degarble.harness.engine.recover.quantisers import decoded_input, quantiser_edits
 from degarble.harness.engine.recover.responses import recovered_input, seen_rows
+from degarble.harness.engine.recover.seen_keys import rules_of_keys
 from degarble.harness.engine.recover.shares import only_in, shares_of
 from degarble.harness.engine.recover.stated import operation
+from degarble.harness.engine.recover.transposed import squares_of, turned_square
 from degarble.harness.engine.recover.vectors import used_vectors
 from degarble.harness.engine.recover.weights import (
     CopiedRow,
@@ -79,9 +85,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.engine.diagnose.conditions import ActiveCondition
     from degarble.harness.engine.diagnose.trial import VariantFit
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
-    from degarble.harness.engine.recover.differences import RecoveredRule
     from degarble.harness.engine.recover.weights import RecoveredRow
 
 SHOWN = 8  # rows of a table, weights of a sentence
@@ -165,14 +171,18 @@ def _in_a_share(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
 def _described(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
     return (
         _by_weights(context, calls)
+        or _by_keys(context, calls)
         or _by_outputs(context, calls)
+        or _by_earlier_calls(context, calls)
         or _by_inputs(context, calls)
+        or _by_squares(context, calls)
         or _by_operands(context, calls)
         or _by_numbers(context, calls)
         or (_by_edits(context, calls) if shows_enough(calls) else None)
         or _by_vectors(context, calls)
         or _by_codes(context, calls)
         or _by_whole_numbers(context, calls)
+        or _by_orders(context, calls)
         or _by_columns(context, calls)
     )
 
@@ -421,6 +431,24 @@ def _by_operands(context: ComponentContext, calls: Sequence[CallRecord]) -> Desc
     return None
 
 
+def _by_squares(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    wrong = [view for view in views_of(context, calls[0]) if bool(view.wrong.any())]
+    held: list[tuple[FaultVariant, VariantFit]] = []
+    for what, square in islice(squares_of(wrong[0]), MOST_RULES) if len(wrong) == 1 else ():
+        words = f"{square.words} are transposed"
+        rule = RecoveredRule(words, partial(turned_square, square))
+        variant = _ruled_weight(context, wrong[0].name, what, rule)
+        fit = _predicts(context, calls, variant)
+        if fit is not None:
+            held.append((variant, fit))
+    if not held:
+        return None
+    variant, fit = held[0]
+    several = " or ".join(other.words for other, _ in held[1:])
+    more = f" (or {several}: these explain it as well)" if several else ""
+    return Described(f"The outputs follow if {variant.words}{more}.", _LOADER, (), variant, fit)
+
+
 def _by_edits(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
     coded = quantiser_edits(context, largest_call(calls[0]))
     for variant in (*coded, *edits_of(context, calls[0])):
@@ -466,6 +494,82 @@ def _by_outputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
                 if fit is not None:
                     return _of_output(side.output, variant, fit)
     return None
+
+
+def _by_earlier_calls(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    for record in calls[:1] if len(calls) == 1 else ():
+        for variant in earlier_rows(list(_sides(context, record)), record):
+            fit = _predicts(context, calls, variant)
+            if fit is not None:
+                sentence = f"The outputs are the right ones, but {variant.words}."
+                return Described(sentence, _CALLS, (), variant, fit)
+    return None
+
+
+_CALLS = "Look at buffers that several calls share: offsets, when they are written, graph replays."
+
+
+def in_some_rows(
+    context: ComponentContext, calls: Sequence[CallRecord]
+) -> tuple[Described, ActiveCondition] | None:
+    """Describe rows that show other keys, or what belongs to a row beside them, and when.
+
+    Calls are single ones. Wrong rows cannot be cut out of them, since they need their neighbours.
+    """
+    struck = [(call, bad) for call in calls if (bad := _struck(context, call)) is not None]
+    if not struck:
+        return None
+    of_keys = [variant for group in rules_of_keys(context, calls)[:1] for variant in group]
+    by_row = all(is_by_row(context, call) for call in calls)
+    held = []
+    for variant in (*of_keys, *(_beside(calls[0]) if by_row else ())):
+        fits = [_explained(context, replace(call, held=bad), variant) for call, bad in struck]
+        known = [fit for fit in fits if fit is not None]
+        condition = condition_of(context, calls, variant) if len(known) == len(fits) else None
+        if condition is not None:
+            held.append((variant, max(known, key=lambda each: each.ratio), condition))
+        if held and variant not in of_keys:
+            break
+    if not held:
+        return None
+    variant, worst, condition = held[0]
+    several = " or ".join(other.words for other, _, _ in held[1:])
+    more = f" (or {several}: these explain it as well)" if several else ""
+    sentence = f"The outputs follow if {variant.words}{more}."
+    remedy = _MASK if variant in of_keys else _READING
+    return Described(sentence, remedy, (), variant, worst, context=context), condition
+
+
+def _struck(context: ComponentContext, call: CallRecord) -> dict[str, Tensor] | None:
+    """Return masks of the rows that are beyond their budgets; None where none are, or unknown."""
+    beyond = outputs_beyond(context, call, call.outputs)
+    if not beyond or any(bad.ndim < 1 for bad, _ in beyond.values()):
+        return None
+    rows = torch.stack([bad.reshape(len(bad), -1).any(1) for bad, _ in beyond.values()]).any(0)
+    if not bool(rows.any()):
+        return None
+    return {
+        name: rows.reshape(-1, *[1] * (bad.ndim - 1)).expand(bad.shape)
+        for name, (bad, _) in beyond.items()
+    }
+
+
+def _beside(record: CallRecord) -> Iterator[FaultVariant]:
+    for by, words in ((1, "the row before"), (-1, "the row after")):
+        around = f"those of {words}, around the end of a call"
+        for name, tensor in record.expected.items():
+            if tensor.ndim:
+                rolled = partial(mapped, name, partial(torch.roll, shifts=by, dims=0))
+                yield FaultVariant(f"rows of the output {name} are {around}", with_outputs(rolled))
+        for name, tensor in record.inputs.items():
+            if tensor.ndim:
+                moved_rows = with_inputs(partial(_rolled_input, name, by))
+                yield FaultVariant(f"rows of the input {name} are {around}", moved_rows)
+
+
+@operation
+def _rolled_input(name: str, by: int, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {**inputs, name: inputs[name].roll(by, 0)}
 
 
 def _of_output(
@@ -588,7 +692,8 @@ def _sums(sides: Sides, record: CallRecord) -> Iterator[FaultVariant]:
         if factor and bool(sides.equal(sides.seen, made, sides.allowed).all()):
             times = "" if abs(factor) == 1 else f" {number(abs(factor), 4)} times"
             words = f"the input {name} is {'added' if factor > 0 else 'subtracted'}{times}"
-            yield FaultVariant(words, with_outputs(partial(added_to, sides.output, name, factor)))
+            change = with_outputs(partial(added_to, sides.output, name, factor))
+            yield FaultVariant(words, change, stores_within=True)  # sums cancel what was rounded
 
 
 @operation
@@ -659,6 +764,19 @@ def _by_whole_numbers(context: ComponentContext, calls: Sequence[CallRecord]) ->
     return None
 
 
+def _by_orders(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    wrong = [view for view in views_of(context, calls[0]) if bool(view.wrong.any())]
+    if not wrong:
+        return None
+    joined = equations_of_input(context, calls[0], wrong)
+    for rule in islice(orders_of(joined[0]), MOST_RULES):
+        variant = _ruled_numbers_given(*joined[1:], rule)
+        fit = _predicts(context, calls, variant)
+        if fit is not None:
+            return _ruled((rule, variant, fit), _READING)
+    return None
+
+
 def _by_columns(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
     for rule, made, remedy in _in_columns(context, calls[0]):
         proved = _proved(context, calls, rule, made, nearly=ROUGHLY)  # bounds are tried coarsely
@@ -710,6 +828,26 @@ def _ruled_numbers_given(
 def _ruled_input(name: str, wide: int, rule: RecoveredRule) -> FaultVariant:
     change = with_inputs(partial(input_by, name, partial(in_rows, rule.apply, wide)))
     return FaultVariant(f"in the input {name}, {rule.words}", change)
+
+
+# ---- keys that attention saw ---------------------------------------------------------------------
+
+
+def _by_keys(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    """Say which keys were seen; all rules that hold, where the calls do not tell them apart."""
+    for group in rules_of_keys(context, calls):
+        fits = [(variant, _predicts(context, calls, variant)) for variant in group]
+        held = [(variant, fit) for variant, fit in fits if fit is not None]
+        if held:
+            variant, fit = held[0]
+            several = " or ".join(other.words for other, _ in held[1:])
+            more = f" (or {several}: these explain it as well)" if several else ""
+            sentence = f"The outputs follow if {variant.words}{more}."
+            return Described(sentence, _MASK, (), variant, fit)
+    return None
+
+
+_MASK = "Look at the mask: bounds of the loop over keys, windows, offsets of queries and keys."
 
 
 # ---- numbers of a weight by rows and columns -----------------------------------------------------

@@ -66,7 +66,7 @@ _TURNS = 24  # of a search for a number
 _GOLDEN = 0.6180339887498949
 _MOST_POWER = 30  # of two, in front of FP16
 _SHIFTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128)
-_UNITS = (2, 3, 4, 5, 6, 8, 16, 32, 64)  # by which positions may be counted
+_UNITS = range(2, 65)  # by which positions may be counted
 _COUNTED = 1000  # a whole number of the config above this is taken for a real one
 _PARTS = (32, 64, 128)  # columns of a partial sum
 _ROUNDING = 2.0**-9
@@ -108,7 +108,7 @@ def _edits(context: ComponentContext, sample: Sample, record: CallRecord) -> Ite
     yield from _of_weights(context)
     yield from _of_inputs(sample.record)
     yield from _scaled_inputs(context, sample)
-    yield from _of_positions(record)
+    yield from _of_positions(context, sample, record)
     if has_facts(context):
         yield from _on_their_way(context, sample)
         yield from _of_switches(context)
@@ -305,10 +305,16 @@ def _input_moved(name: str, axis: int, of: Callable[[int], Tensor], inputs: Tens
 # ---- positions -----------------------------------------------------------------------------------
 
 
-def _of_positions(record: CallRecord) -> Iterator[FaultVariant]:
+def _of_positions(
+    context: ComponentContext, sample: Sample, record: CallRecord
+) -> Iterator[FaultVariant]:
     positions = record.inputs.get(POSITIONS)
     if positions is None:
         return
+    none = FaultVariant("", with_inputs(partial(_positions_by, torch.zeros_like)))
+    made = make(context, sample.record, none, sample.plain)
+    if made is None or distance(sample.record.expected, made.outputs) == 0:
+        return  # they are not read, or cannot be changed
     rules: list[tuple[str, Callable[[Tensor], Tensor]]] = [
         (f"{abs(by)} too {'large' if by > 0 else 'small'}", partial(torch.add, other=by))
         for size in _SHIFTS
