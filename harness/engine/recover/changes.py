@@ -10,9 +10,10 @@ Shape letters: R rows of the operand, S rows of the other one, K columns, B bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,7 @@ KEPT = "every number is kept"
 FEW_ROWS = 4  # on which rules are tried first
 MOST_SOLVED = 64  # rows that numbers are read off
 MOST_CODES = 256
+MOST_AT_ONCE = 32  # sets of numbers
 NEAR = 4.0  # standard errors
 EXACT = 2.0**-9  # of a number
 HOLDS = 0.98  # of the outputs that a proposal gives; the proof is for all
@@ -96,19 +98,31 @@ class Equations:
         part = (seen / right.clamp(min=_TINY)).clamp(_TINY, 1.0)
         return replace(self, allowed=self.allowed * part[:, None])
 
-    @property
+    @cached_property
     def wrong(self) -> Tensor:
         """Mark outputs [R, S] that are not the right ones."""
         return ~((self.seen - self.right).abs() <= self.allowed)
 
     def given_by(self, numbers_RK: Tensor) -> float:
         """Return the share of outputs that numbers of these rows give: of wrong ones, if less."""
-        made = numbers_RK @ self.other.T
+        return float(self.given_by_each(numbers_RK[None])[0])
+
+    def given_by_each(self, numbers_MRK: Tensor) -> Tensor:
+        """Return that share [M] for several sets of numbers."""
+        made = numbers_MRK @ self.other.T
         near = (made - self.seen).abs() <= torch.maximum(self.allowed, _ROUNDING * made.abs())
         near |= (made == self.seen) | (made.isnan() & self.seen.isnan())
-        wrong = self.wrong
-        every = float(near.double().mean())
-        return min(every, float(near[wrong].double().mean())) if bool(wrong.any()) else every
+        every, wrong = near.double().mean((1, 2)), self.wrong
+        if not bool(wrong.any()):
+            return every
+        return torch.minimum(every, near[:, wrong].double().mean(1))
+
+    def giving(self, tried: Iterable[tuple[OperandChange, Tensor]]) -> Iterator[OperandChange]:
+        """Yield the changes whose numbers give what was seen, in their order."""
+        left = iter(tried)
+        while some := list(islice(left, MOST_AT_ONCE)):
+            shares = self.given_by_each(torch.stack([numbers for _, numbers in some]))
+            yield from (some[at][0] for at in (shares >= HOLDS).nonzero().flatten().tolist())
 
     def gain_of(self, numbers_RK: Tensor) -> tuple[float, float]:
         """Return the factor on numbers of these rows that fits best, and its standard error."""
@@ -684,37 +698,39 @@ def _by_half_of_elements(some: Equations) -> Iterator[OperandChange]:
 
 def _by_places(equations: Equations) -> Iterator[OperandChange]:
     """Try rules for places: of elements or of scales or of both, along columns and along rows."""
-    operand = equations.operand
     wrong = equations.wrong.any(1).nonzero().flatten()
     few = equations.of(wrong[[0, len(wrong) // 2]])
-    rows, columns = operand.values.shape
-    blocks = operand.scales.shape[1]
-    whole = operand.form is None
+    yield from few.giving(_columns_by_places(few))
+    yield from few.giving(_rows_by_places(few))
+
+
+def _columns_by_places(few: Equations) -> Iterator[tuple[OperandChange, Tensor]]:
+    """Yield what moves columns of a row, with the numbers of these rows."""
+    part = few.operand.of_rows(few.rows)
+    columns, blocks = part.values.shape[1], part.scales.shape[1]
+    whole, numbers = part.form is None, part.numbers
     for each in (*places(columns), *rotations(columns)):
         index = each.of(columns)
-        moved = [("numbers", operand.numbers[few.rows][:, index])]
+        moved = [("numbers", numbers[:, index])]
         if not whole:
-            part = operand.of_rows(few.rows)
             moved = [("elements", replace(part, values=part.values[:, index]).numbers), *moved]
         for what, made in moved:
-            if few.given_by(made) >= HOLDS:
-                yield OperandChange(
-                    f"{what} of columns are {_place_words(each.words, 'columns')}",
-                    partial(_columns_moved, what, each.of),
-                )
+            words = f"{what} of columns are {_place_words(each.words, 'columns')}"
+            yield OperandChange(words, partial(_columns_moved, what, each.of)), made
     for each in places(blocks) if not whole and blocks > 1 else ():
-        part = operand.of_rows(few.rows)
+        words = f"block scales of a row are {_place_words(each.words, 'blocks')}"
         made = replace(part, scales=part.scales[:, each.of(blocks)]).numbers
-        if few.given_by(made) >= HOLDS:
-            yield OperandChange(
-                f"block scales of a row are {_place_words(each.words, 'blocks')}",
-                partial(_on_scales, partial(_columns_of, each.of)),
-            )
+        yield OperandChange(words, partial(_on_scales, partial(_columns_of, each.of))), made
+
+
+def _rows_by_places(few: Equations) -> Iterator[tuple[OperandChange, Tensor]]:
+    """Yield what moves rows, with the numbers that these rows then have."""
+    operand, own = few.operand, few.operand.of_rows(few.rows)
+    rows = len(operand.values)
     for each in (*places(rows), *rotations(rows)) if rows > 1 else ():
-        index = each.of(rows)[few.rows]
-        source, own = operand.of_rows(index), operand.of_rows(few.rows)
+        source = operand.of_rows(each.of(rows)[few.rows])
         tried = [("numbers", source.numbers)]
-        if not whole:
+        if operand.form is not None:
             tried += [
                 ("elements", replace(own, values=source.values).numbers),
                 ("block scales", replace(own, scales=source.scales).numbers),
@@ -722,11 +738,8 @@ def _by_places(equations: Equations) -> Iterator[OperandChange]:
             if len(own.factor) > 1:
                 tried.append(("tensor scales", replace(own, factor=source.factor).numbers))
         for what, made in tried:
-            if few.given_by(made) >= HOLDS:
-                yield OperandChange(
-                    f"{what} of rows are {_place_words(each.words, 'rows')}",
-                    partial(_rows_moved, what, each.of),
-                )
+            words = f"{what} of rows are {_place_words(each.words, 'rows')}"
+            yield OperandChange(words, partial(_rows_moved, what, each.of)), made
 
 
 def _place_words(words: str, of: str) -> str:

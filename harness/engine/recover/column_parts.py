@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.recover.changes import Equations
     from degarble.harness.engine.recover.differences import RecoveredRule
     from degarble.harness.engine.recover.products import ProductView
-    from degarble.harness.engine.recover.responses import Seen
+    from degarble.harness.engine.recover.responses import Seen, Tensors
 
 LEAVES = 0.05  # of the difference's energy, at most
 FEWEST = 3  # wrong rows, for a change with a number
@@ -178,6 +179,7 @@ class OfInput(ColumnTables):
         self._weigh = torch.where(seen.allowed.isfinite(), 1 / seen.allowed, 0.0)
         self._gap = ((seen.outputs - self._right) * self._weigh).nan_to_num(0, 0, 0).flatten()
         self.energy = float(self._gap.square().sum())
+        self._others: dict[int, Tensors] = {}
 
     def sets(self, delta: Tensor) -> Iterator[Set]:
         """Yield the sums of sets of columns: those of ranges are added up, others are computed."""
@@ -187,22 +189,30 @@ class OfInput(ColumnTables):
         members, ends = _members(wide)
         made = self._made(delta, torch.cat([torch.eye(wide, dtype=members.dtype), members.T]))
         each, whole = made[:wide], made[wide:]
-        yield from list(_sets(each @ self._gap, each @ each.T))[1:2]
+        yield from islice(_sets(each @ self._gap, each @ each.T), 1, 2)
         yield whole @ self._gap, whole.square().sum(1), ends.__getitem__
 
     def _made(self, delta: Tensor, chosen: Tensor) -> Tensor:
         """Return what outputs change, in units of what is allowed, for some sets of columns."""
         (count, *_, wide), each = self._shape, len(chosen)
         change = delta.reshape(count, 1, -1, wide) * chosen[None, :, None]  # [T, S, ..., K]
-        x = (self.own.reshape(count, 1, -1, wide) + change).reshape(-1, *self._shape[1:])
-        inputs = {
-            name: tensor.repeat_interleave(each, 0) if tensor.ndim else tensor
-            for name, tensor in self._seen.inputs.items()
-        }
+        change += self.own.reshape(count, 1, -1, wide)
+        x = change.reshape(-1, *self._shape[1:])
+        inputs = self._repeated(each)
         made = self._seen.call({**inputs, self._name: x}).reshape(count, each, -1)
-        apart = ((made - self._right[:, None]) * self._weigh[:, None]).nan_to_num(0, 0, 0)
+        apart = made.sub_(self._right[:, None]).mul_(self._weigh[:, None]).nan_to_num_(0, 0, 0)
         found: Tensor = apart.transpose(0, 1).reshape(each, -1)
         return found
+
+    def _repeated(self, each: int) -> Tensors:
+        """Return the other inputs, every row so many times."""
+        if each not in self._others:
+            self._others[each] = {
+                name: tensor.repeat_interleave(each, 0) if tensor.ndim else tensor
+                for name, tensor in self._seen.inputs.items()
+                if name != self._name
+            }
+        return self._others[each]
 
 
 def of_input(seen: Seen, name: str) -> OfInput | None:
@@ -331,14 +341,9 @@ def _sets(cross: Tensor, gram: Tensor) -> Iterator[Set]:
     yield cross.sum()[None], gram.sum()[None], lambda _at: (0, wide, 1)
     one = torch.nn.functional.pad(cross.cumsum(0), (1, 0))
     two = torch.nn.functional.pad(gram.cumsum(0).cumsum(1), (1, 0, 1, 0))
-    square, empty = two.diagonal(), torch.ones(wide + 1, wide + 1, dtype=torch.bool).tril()
+    square, (empty, narrow) = two.diagonal(), _ranges(wide)
     along = (one[None, :] - one[:, None]).masked_fill(empty, 0.0)  # [begin, end]
     size = (square[None, :] + square[:, None] - two - two.T).masked_fill(empty, 0.0)
-    narrow = (
-        (torch.arange(wide + 1)[None] - torch.arange(wide + 1)[:, None])
-        .flatten()
-        .argsort(stable=True)
-    )  # of ranges that are as good, the narrowest comes first
     yield (
         along.flatten()[narrow],
         size.flatten()[narrow],
@@ -346,6 +351,15 @@ def _sets(cross: Tensor, gram: Tensor) -> Iterator[Set]:
     )
     members, every = _members(wide)
     yield cross @ members, (gram @ members * members).sum(0), every.__getitem__
+
+
+@cache
+def _ranges(wide: int) -> tuple[Tensor, Tensor]:
+    """Return which ranges [begin, end] of columns are none, and their places, narrow ones first."""
+    ends = torch.arange(wide + 1)
+    # Of ranges that are as good, the narrowest comes first.
+    narrow = (ends[None] - ends[:, None]).flatten().argsort(stable=True)
+    return torch.ones(wide + 1, wide + 1, dtype=torch.bool).tril(), narrow
 
 
 @cache

@@ -33,6 +33,8 @@ MOST_ROWS = 32  # rows that are solved for
 MOST_COMPUTED = 1 << 13  # rows, with one number changed each
 MOST_COLUMNS = 8  # in which a few numbers of a row differ
 TURNS = 6  # of Newton's method
+STALLED = 0.9  # of the difference before a turn: what is left is no matter of these numbers
+FAR = 16.0  # times what is allowed
 NEAR = 6.0  # standard errors
 _STEP = 2.0**-14  # of a row's size, by which numbers are changed
 _TINY = 1e-300
@@ -159,11 +161,14 @@ class _Solver:
             x[:, columns] += step * size
             before, self._x = self._x, x
             after = self._left()
-            if float(after.abs().max()) > 1.0:
+            far = float(after.abs().max())
+            if far > 1.0:
                 if float(after.norm()) > float(left.norm()):
                     x = before.clone()
                     x[:, columns] += step * size / 4
                     self._x = x
+                elif float(after.norm()) > STALLED * float(left.norm()) and far > FAR:
+                    break
                 answers = self.answers(columns)
         assert held is not None, "there are turns"
         return float(self._left().abs().max()) <= 1.0, held
