@@ -157,4 +157,5 @@ def test_two_servers(
     found = done.document["against"]
     assert done.status == status, done.document["findings"]
     assert found["texts"] == len(texts(3))
-    assert (found["answers"]["p"] == 1.0) == (not changed)
+    # McNemar's p says nothing here: another arithmetic may be right about the same tokens.
+    assert (found["distance"] > found["limit"]) == bool(changed)
