@@ -67,6 +67,7 @@ _KINDS = (
 )
 OTHER = "other"
 WHOLE = "checkpoint"
+_HEADLINE = 120  # characters of a finding in the verdict's sentence
 KINDS = (*(kind for kind, _ in _KINDS), OTHER, WHOLE)
 _NUMBER = re.compile(r"\d+")
 _LAYER = re.compile(r"\b(layers|mtp)\.(\d+)\b")
@@ -214,7 +215,10 @@ class Audit:
         errors = [finding for finding in self.findings if finding.level is Level.ERROR]
         more = counts[Level.ERROR] - 1
         rest = f" And {places(more, 'more error')}." if more else ""
-        return f"{errors[0].message.rstrip('.')}.{rest}"
+        first = errors[0].message.rstrip(".")
+        if len(first) > _HEADLINE:
+            first = f"{first[:_HEADLINE].rpartition(' ')[0]} .."
+        return f"{first}.{rest}"
 
 
 @dataclass(frozen=True)
