@@ -40,10 +40,10 @@ class UserTerminal:
         clone, programs = folder / "clone", folder / "bin"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
         programs.mkdir()
-        (programs / "python").symlink_to(sys.executable)
-        script = f'#!/bin/sh\nexec "{sys.executable}" -m degarble.harness.cli.main "$@"\n'
-        (programs / "degarble").write_text(script)
-        (programs / "degarble").chmod(0o755)
+        # Trap: a link to the interpreter of a virtual environment does not find its packages.
+        for name, words in (("python", ""), ("degarble", " -m degarble.harness.cli.main")):
+            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{words} "$@"\n')
+            (programs / name).chmod(0o755)
         self._environment = os.environ | {
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(clone / ".types"),
