@@ -117,6 +117,7 @@ def test_the_site_has_every_page_in_its_navigation(tmp_path: Path) -> None:
     listed = set(re.findall(r"^([\w./-]+)$", front.partition("```{toctree}")[2], re.MULTILINE))
     pages = {p.relative_to(tmp_path).with_suffix("").as_posix() for p in tmp_path.rglob("*.md")}
     assert pages - listed == {"README"}
+    assert (tmp_path / "docs" / "notebook.ipynb").exists()  # pages link to it
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from degarble.suites.house.repository import ROOT
 OUT = ROOT / "out" / "site"
 _INDEX = "docs/README.md"
 _LINK = re.compile(r"\]\(([^)#\s]+\.md)\)")
-_COPIED = {".md", ".svg", ".png"}
+_COPIED = {".md", ".svg", ".png", ".ipynb"}
 _PROJECT = (
     "CONTRIBUTING.md",
     "SECURITY.md",
