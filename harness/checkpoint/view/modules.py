@@ -181,10 +181,7 @@ class ModuleTable:
                 "codes with their scales, or unquantised values",
                 "Look for its scales under another name, or in a shard that is missing.",
             )
-        scales = parts[PartKind.BLOCK_SCALE]
-        if len(scales.shape) == 2 * len(codes.shape) and set(scales.shape[1::2]) == {1}:
-            # ModelOpt leaves the axes within a block in: [rows, 1, columns, 1].
-            parts[PartKind.BLOCK_SCALE] = scales._replace(shape=scales.shape[::2])
+        parts[PartKind.BLOCK_SCALE] = _without_unit_axes(parts[PartKind.BLOCK_SCALE], codes)
         wrong = misnamed(parts)
         if wrong is not None:
             raise LayoutMismatch(
@@ -304,6 +301,13 @@ def _split(name: str) -> tuple[str, str]:
     if at > 0 and name[at:] in _SUFFIX_PARTS:
         return name[:at], name[at:]
     return name, ""
+
+
+def _without_unit_axes(scales: TensorEntry, codes: TensorEntry) -> TensorEntry:
+    """Drop the axes within a block, which ModelOpt leaves in: [rows, 1, columns, 1]."""
+    if len(scales.shape) == 2 * len(codes.shape) and set(scales.shape[1::2]) == {1}:
+        return scales._replace(shape=scales.shape[::2])
+    return scales
 
 
 def _convention(parts: Mapping[PartKind, TensorEntry]) -> NamingConvention:
