@@ -156,6 +156,7 @@ SOUND: dict[str, Any] = {
     "by_backend": ["head"],
     "fell_to_torch": [],
     "fraction_bits": {"head": 13},
+    "biases": ["layers.0.mlp.up_proj"],
     "sequences": [{"prompt": [1], "new": [], "text": "", "finish": "length"}],
     **dict.fromkeys(("family", "backend", "arithmetic", "form", "sums", "device"), "a"),
 }
