@@ -182,8 +182,7 @@ class ModuleTable:
                 "Look for its scales under another name, or in a shard that is missing.",
             )
         parts[PartKind.BLOCK_SCALE] = _without_unit_axes(parts[PartKind.BLOCK_SCALE], codes)
-        wrong = misnamed(parts)
-        if wrong is not None:
+        if (wrong := misnamed(parts)) is not None:
             raise LayoutMismatch(
                 f"{wrong[0]} of module {shown(module)}",
                 shown(parts[wrong[0]].name),
@@ -201,13 +200,13 @@ class ModuleTable:
         require_factors(module, parts, shape[-1])
         packs_divisors = convention is NamingConvention.COMPRESSED_TENSORS
         direction = ScaleDirection.ENCODE if packs_divisors else ScaleDirection.DECODE
-        nvfp4_dialect = COMPRESSED_TENSORS if packs_divisors else MODELOPT
+        dialect = COMPRESSED_TENSORS if packs_divisors else MODELOPT
         return StoredForm(
             module,
             convention,
             MappingProxyType(parts),
             fmt,
-            nvfp4_dialect if fmt == NVFP4 else CANONICAL,
+            dialect if fmt == NVFP4 else CANONICAL,
             direction if fmt.tensor_scale else None,
             NibbleOrder.LOW_EVEN if fmt.packed else None,
             shape,

@@ -11,7 +11,7 @@ Shape letters: T queries, S keys, H heads, D width of a head, U unknowns.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -381,10 +381,10 @@ def _rules(feature: str, seen: list[int], unseen: list[int]) -> Iterator[KeyRule
     tried += [
         KeyRule(feature, min(part), max(part), outside=True) for part in (inner, unseen) if part
     ]
-    step = reduce(gcd, (each - low for each in seen))
+    step = gcd(*(each - low for each in seen))
     if step > 1:
         tried += [KeyRule(feature, low, None, step), KeyRule(feature, low, high, step)]
-    gaps = reduce(gcd, (each - min(unseen) for each in unseen))
+    gaps = gcd(*(each - min(unseen) for each in unseen))
     if gaps > 1:
         tried.append(KeyRule(feature, min(unseen), None, gaps, outside=True))
     given, missing = torch.tensor(seen), torch.tensor([u for u in unseen if u >= 0] or unseen)

@@ -300,11 +300,12 @@ class _Solver:
             kept = low_K <= high_K
             columns, low_K, high_K = columns[kept], low_K[kept], high_K[kept]
         x_TK = view.x[:, columns] / allowed_T[:, None]
-        gain_K = (x_TK.T @ (gap_T / allowed_T)).square() / x_TK.square().sum(0)
+        along_K, square_K = x_TK.T @ (gap_T / allowed_T), x_TK.square().sum(0)
+        gain_K, fit_K = along_K.square() / square_K, along_K / square_K
         elements = [
             _element(
                 view.weight, view.numbers, (row, int(columns[each])),
-                _Change.between(float(low_K[each]), float(high_K[each])),
+                _Change.between(float(low_K[each]), float(high_K[each]), float(fit_K[each])),
             )
             for each in gain_K.argsort(descending=True, stable=True)[:MOST_ALIKE].tolist()
         ]  # fmt: skip
@@ -323,7 +324,7 @@ class _Solver:
             changes = tuple(
                 _element(
                     self._view.weight, self._view.numbers, (row, column),
-                    _Change(delta, NEAR * error, 2 * error),
+                    _Change(delta, NEAR * error, 2 * error, delta),
                 )
                 for column, delta, error in fits
             )  # fmt: skip
@@ -348,16 +349,18 @@ def _has_code(element: Element) -> bool:
 
 
 class _Change(NamedTuple):
-    """What a number changed by, how far off that may be, and how far off it likely is."""
+    """What a number changed by, how far off that may be, how far off it likely is, and the fit."""
 
     delta: float
     reach: float
     error: float
+    fitted: float  # by least squares: nearer than the middle of two bounds
 
     @classmethod
-    def between(cls, low: float, high: float) -> _Change:
-        """Return the change of which only two bounds are known."""
-        return cls((low + high) / 2, (high - low) / 2, (high - low) / 2)
+    def between(cls, low: float, high: float, fitted: float) -> _Change:
+        """Return the change that has two bounds."""
+        half = (high - low) / 2
+        return cls((low + high) / 2, half, half, min(max(fitted, low), high))
 
 
 def _bounds(x_TK: Tensor, gap_T1: Tensor, allowed_T1: Tensor) -> tuple[Tensor, Tensor]:
@@ -474,7 +477,7 @@ def _element(weight: Weight, w_NK: Tensor, at: tuple[int, int], change: _Change)
     else:
         plain, numbers = _plain_codes(weight, row, column)
         if plain is None:
-            return Element(column, stored, wanted, error=change.error)
+            return Element(column, stored, stored + change.fitted, error=change.error)
         code = plain
     # Of codes that fit, the one with fewest other bits; a code of the same number is no change.
     far = (numbers - wanted).abs().nan_to_num(torch.inf)
@@ -482,7 +485,7 @@ def _element(weight: Weight, w_NK: Tensor, at: tuple[int, int], change: _Change)
                if abs(float(numbers[each]) - stored) > abs(delta) / 4]  # fmt: skip
     codes = {each if weight.is_quantised else code ^ (1 << each): each for each in fitting}
     if not codes:
-        return Element(column, stored, wanted, error=change.error)
+        return Element(column, stored, stored + change.fitted, error=change.error)
     ranked = sorted(codes, key=lambda each: ((each ^ code).bit_count(), float(far[codes[each]])))
     fewest = [c for c in ranked if (c ^ code).bit_count() == (ranked[0] ^ code).bit_count()]
     value = float(numbers[codes[ranked[0]]])
