@@ -207,10 +207,10 @@ def test_refusals_have_remedies_that_are_true(capsys: Capsys, tmp_path: Path) ->
     assert "degarble quantise" in refused("convert", dense, out, "--to", "fp8-block")
     mixture = write_checkpoint(tmp_path / "moe", "qwen3_moe")
     text = refused("quantise", mixture, out, "--recipe", "nvfp4-full")
-    assert f"degarble capture {dense} --amax-only" in text
+    assert f"degarble capture {mixture} --amax-only" in text
     stacked = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss")
     text = refused("quantise", stacked, out, "--recipe", "nvfp4-full")
-    assert f"degarble capture {dense} --amax-only" in text
+    assert f"degarble capture {stacked} --amax-only" in text
     stacked = _granite(tmp_path / "granite")
     text = refused("quantise", stacked, out, "--recipe", "nvfp4-full")
     assert "one stack [experts, outputs, inputs] a layer" in text

@@ -144,17 +144,12 @@ def test_two_weights_with_changes_of_their_own_are_told_each() -> None:
             "the output is the input x, unchanged",
         ),
         (
-            "layers.1.attn.norm",
-            with_inputs(lambda given: {**given, "x": given["x"].roll(108, 1)}),
-            "in the input x, columns are rotated by 20",
-        ),
-        (
             "layers.1.attn.q_head_norm_rope",
             with_inputs(lambda given: {**given, "positions": given["positions"] // 17}),
             "positions are divided by 17, rounded down",
         ),
     ],
-    ids=["gain", "positions", "logits", "missing", "passed", "turned", "coarse"],
+    ids=["gain", "positions", "logits", "missing", "passed", "coarse"],
 )
 def test_other_components_are_told_by_what_they_computed_with(
     name: str, variant: Any, words: str
