@@ -303,6 +303,8 @@ def run_groups(options: Any, arguments: Sequence[str], clock: Clock) -> int:
     except DeviceLostError as error:
         run.lose(str(error.args[1]))
         again()
+    finally:
+        hang.at("", "")  # a watch that is left would replace whatever this process does next
     run.write()
     for key in run.left:
         _say(f"not measured, time was up: {key}")

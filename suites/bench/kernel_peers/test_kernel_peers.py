@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
+import threading
 import zipfile
 from dataclasses import replace
 from functools import partial
@@ -603,6 +604,8 @@ def test_a_kernel_that_breaks_the_device_is_left_out_of_the_next_process(
     with pytest.raises(SystemExit):
         command.main(arguments)
     assert planted.restarts == [arguments]
+    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    assert all(each.finished.is_set() for each in timers)  # no watch is left
     planted.clock.broken = False
     assert command.main([*arguments, "--resume"]) == EXIT_AGREES
     (row,) = json.loads((tmp_path / "kernels.json").read_text())["rows"]
