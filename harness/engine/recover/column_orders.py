@@ -16,6 +16,7 @@ import torch
 
 from degarble.harness.engine.recover.differences import RecoveredRule
 from degarble.harness.engine.recover.stated import operation
+from degarble.harness.engine.recover.transposed import span_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,9 +52,7 @@ class ColumnOrder(NamedTuple):
     @property
     def words(self) -> str:
         """Say what became of them."""
-        last = self.begin + self.step * (self.size - 1)
-        every = f" in steps of {self.step}" if self.step > 1 else ""
-        where = f"columns {self.begin} to {last}{every}"
+        where = span_words("columns", self.begin, self.size, self.step)
         return {
             "reversed": f"{where} are in reverse order",
             "pairs": f"{where} are exchanged in pairs",

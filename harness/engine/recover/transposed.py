@@ -42,7 +42,7 @@ class Square(NamedTuple):
     @property
     def words(self) -> str:
         """Name the rows and columns."""
-        return f"{_span('rows', self.row, self.size, self.row_step)} and " + _span(
+        return f"{span_words('rows', self.row, self.size, self.row_step)} and " + span_words(
             "columns", self.column, self.size, self.column_step
         )
 
@@ -54,7 +54,8 @@ class Square(NamedTuple):
         return rows, columns
 
 
-def _span(kind: str, first: int, count: int, step: int) -> str:
+def span_words(kind: str, first: int, count: int, step: int) -> str:
+    """Name so many rows or columns from a first one on, in steps."""
     every = f" in steps of {step}" if step > 1 else ""
     return f"{kind} {first} to {first + (count - 1) * step}{every}"
 

@@ -122,7 +122,7 @@ def test_other_lanes_and_idle_steps_change_no_bit_of_a_lane(opened: OpenModel) -
 
 
 def test_products_of_few_rows_replay_and_know_no_company(opened: OpenModel) -> None:
-    """Equal bits eager and replayed, alone and in company, and for one lane, three and sixteen."""
+    """Equal bits eager and replayed, alone and batched, and for one lane, three and sixteen."""
     first, second = ids_of(40, 7), ids_of(33, 8)
     eager = decoder_of(opened, products=FEW_ROWS)
     theirs = walked(eager, [first, [], []])

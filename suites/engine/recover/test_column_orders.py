@@ -1,4 +1,4 @@
-"""Columns of a product's input in another order are told from few rows."""
+"""Describe columns of a product's input in another order from few rows."""
 
 from __future__ import annotations
 

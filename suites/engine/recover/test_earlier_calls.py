@@ -1,4 +1,4 @@
-"""Rows of an output that an earlier call wrote are told by their numbers."""
+"""Find rows of an output that an earlier call wrote by their numbers."""
 
 from __future__ import annotations
 
