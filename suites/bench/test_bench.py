@@ -434,7 +434,7 @@ SMALL_RUNS = [
     ("capture", {"size": 16, "rounds": 2}, check_capture),
     pytest.param("references", {}, check_references, marks=slow),
     pytest.param("streaming", {}, check_streaming, marks=slow),
-    ("peers", {"size": 16}, check_peers),
+    pytest.param("peers", {"size": 16}, check_peers, marks=slow),
     pytest.param("check-width", {"recipe": "bf16"}, check_width, marks=slow),
     pytest.param("check-width", {"recipe": "nvfp4-experts"}, check_width, marks=slow),
 ]

@@ -318,6 +318,9 @@ def test_what_is_not_recorded_yet_is_refused(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+@pytest.mark.parametrize(
+    "captured", ["v4", pytest.param("v32", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_run_that_is_killed_leaves_no_records(captured: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("\n".join([" ".join(WORDS[6:60])] * 3000))
     command = [sys.executable, "-m", "degarble.harness.cli.main", "capture", "--amax-only"]

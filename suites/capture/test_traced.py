@@ -62,11 +62,20 @@ _RUNS = [("eager", torch.float32), ("eager", torch.bfloat16), ("sdpa", torch.bfl
 _NOT_HEALTHY = {(name, "sdpa") for name in ("gpt_oss", "gemma2", "granite_swa", "mamba", "mamba2")}
 
 
+_QUICK = ("eager", torch.bfloat16)
+
+
+def _marks(name: Any, attention: str, dtype: torch.dtype) -> Any:
+    """Llama runs in all three ways by default, the others in one."""
+    quick = name.values[0] == "llama" or (attention, dtype) == _QUICK
+    return name.marks if quick else pytest.mark.slow
+
+
 def _cases(*, marked: bool) -> list[Any]:
     return [
         pytest.param(
             *(*name.values, attention, dtype),
-            marks=name.marks if marked else (),
+            marks=_marks(name, attention, dtype) if marked else (),
             id=f"{name.values[0]}-{attention}-{str(dtype).removeprefix('torch.')}",
         )
         for name in NAMES

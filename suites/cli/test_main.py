@@ -79,7 +79,8 @@ def test_a_shell_completes_commands_and_options(words: str, expected: str) -> No
 
 
 def test_the_import_check_detects_torch() -> None:
-    code = f"{START}main(['faults', 'list']); {HEAVY}"
+    """As a stand-in for it: the real one takes seconds to import."""
+    code = f"import sys, types; sys.modules['torch'] = types.ModuleType('torch'); {HEAVY}"
     assert "'torch'" in _python(code).stdout
 
 
@@ -352,13 +353,20 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("seed", [*CRASHED, *HALF_WRITTEN, *ACCEPTED, *USUAL])
+SLOW = (303721, 700125)  # a cause of what they damaged is searched for to the end
+
+
+def _seeds(*seeds: int) -> list[Any]:
+    return [pytest.param(seed, marks=pytest.mark.slow if seed in SLOW else ()) for seed in seeds]
+
+
+@pytest.mark.parametrize("seed", _seeds(*CRASHED, *HALF_WRITTEN, *ACCEPTED, *USUAL))
 def test_a_damaged_file_is_refused_or_judged(bases: Path, seed: int) -> None:
     result = run_case(bases, seed)
     assert result.outcome == "ok", result.detail
 
 
-@pytest.mark.parametrize("seed", CRASHED_ON_CODES)
+@pytest.mark.parametrize("seed", _seeds(*CRASHED_ON_CODES))
 def test_a_damaged_capture_of_codes_is_refused_or_judged(bases: Path, seed: int) -> None:
     result = run_case(bases, seed, "nvfp4-full")
     assert result.outcome == "ok", result.detail

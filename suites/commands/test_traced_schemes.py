@@ -172,17 +172,19 @@ def patch(candidate):
 """
 
 
-def test_faults_of_quantised_weights_are_placed(capsys: Capsys, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), "transformers"])
+def test_faults_of_quantised_weights_are_placed(
+    capsys: Capsys, tmp_path: Path, backend: str
+) -> None:
     made, source = _exported(tmp_path, "modelopt", "llama", "NVFP4_DEFAULT_CFG")
     patch = tmp_path / "patch.py"
     patch.write_text(_CODES_ROLLED)
-    for backend in ("torch", "transformers"):
-        folder = tmp_path / backend
-        captured(capsys, made, folder, "--backend", backend, "--patch", patch)
-        found = checked(capsys, folder, source)
-        assert {(each["layer"], each["component"]) for each in found["origins"]} == {
-            (1, "self_attn.v_proj"), (0, "mlp.up_proj"),
-        }  # fmt: skip
+    folder = tmp_path / backend
+    captured(capsys, made, folder, "--backend", backend, "--patch", patch)
+    found = checked(capsys, folder, source)
+    assert {(each["layer"], each["component"]) for each in found["origins"]} == {
+        (1, "self_attn.v_proj"), (0, "mlp.up_proj"),
+    }  # fmt: skip
 
 
 def _unknown_codes(folder: Path) -> None:

@@ -169,6 +169,7 @@ def assert_canonical_and_package_agree(
     assert moved <= most * total / 16, f"{moved} of {total // 16} scale bytes"
 
 
+@pytest.mark.slow
 def test_modelopt(seed: int, tmp_path: Path) -> None:
     cases = all_cases(seed)
     oracle = ask("nvidia-modelopt", cases, tmp_path)
@@ -199,6 +200,7 @@ def assert_torchao_writes_canonical_mx(oracle: Oracle, cases: dict[str, Tensor])
             assert torch.equal(answer.values, dequantise(q)), f"{path} {case}"
 
 
+@pytest.mark.slow
 def test_compressed_tensors(seed: int, tmp_path: Path) -> None:
     cases = all_cases(seed)
     oracle = ask("compressed-tensors", cases, tmp_path)

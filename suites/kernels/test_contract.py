@@ -43,10 +43,22 @@ def _id(kernel: str, what: object) -> str:
 each_judged = pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judged.kernel)
 
 
+def _quick_names() -> set[str]:
+    """Names of the forms that every run compiles: of a form for two targets only one, in turn."""
+    targets: dict[str, list[MachineCode]] = {}
+    for code in CODE:
+        if not code.slow:
+            targets.setdefault(code.name.replace(code.form.target, ""), []).append(code)
+    return {codes[n % len(codes)].name for n, codes in enumerate(targets.values())}
+
+
+QUICK = _quick_names()
+
+
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param(code, id=code.name, marks=[pytest.mark.slow] if code.slow else [])
+        pytest.param(code, id=code.name, marks=[] if code.name in QUICK else [pytest.mark.slow])
         for code in CODE
     ],
 )

@@ -41,7 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cutedsl")
 
 
-FEW = [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == "bf16")) for case in cases.CASES]
+QUICK = {("v4", "nvfp4-full"), ("v32", "nvfp4-experts")}
+FEW = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in cases.CASES]
 
 
 @pytest.mark.parametrize(("family", "layout"), FEW)

@@ -59,24 +59,40 @@ def _blamed(found: dict[str, Any]) -> set[str]:
     return {origin["site"].rpartition(".")[0] for origin in found["origins"]}
 
 
-def test_dumps_of_healthy_runs_agree(capsys: Capsys, tmp_path: Path) -> None:
-    source = dumps.checkpoint("llama", tmp_path / "ckpt")
-    for kind, path, options, wide in (
-        ("sglang", dumps.sglang_folder(tmp_path / "sglang", source, 2), (), 0),
-        ("sglang", dumps.sglang_folder(tmp_path / "few", source, 1, without="self_attn"), (), 2),
-        ("vllm-states", dumps.vllm_states(tmp_path / "states", source, (0, 1, 2)),
-         ("--layers", "0,1,2"), 2),
-        ("flashinfer", dumps.flashinfer_folder(tmp_path / "flashinfer", source), (), 6),
-    ):  # fmt: skip
-        capture = _imported(capsys, tmp_path, kind, path, *options)
-        # By the checkpoint that is named as well as by the capture's own.
-        for named in ((), ("--checkpoint", tmp_path / "ckpt")):
-            found = _checked(capsys, tmp_path, capture, *named)
-            assert found["verdict"] == "AGREES", (path.name, found["origins"])
-            assert not found["not_judged"], path.name
-            assert len(found["spans"]) == wide
-    assert {"norm", "lm_head"} <= {*found["uncovered"]}
-    assert found["notes"] == ["Not recorded with all tensors in every step: embed_tokens."]
+@pytest.mark.parametrize(
+    ("name", "wide"),
+    [
+        ("sglang", 0),
+        pytest.param("few", 2, marks=pytest.mark.slow),
+        pytest.param("states", 2, marks=pytest.mark.slow),
+        ("flashinfer", 6),
+    ],
+)
+def test_a_dump_of_a_healthy_run_agrees(
+    capsys: Capsys, tmp_path: Path, name: str, wide: int
+) -> None:
+    source, path = dumps.checkpoint("llama", tmp_path / "ckpt"), tmp_path / name
+    kind, options = "sglang", list[object]()
+    if name == "sglang":
+        dumps.sglang_folder(path, source, 2)
+    elif name == "few":
+        dumps.sglang_folder(path, source, 1, without="self_attn")
+    elif name == "states":
+        kind, options = "vllm-states", ["--layers", "0,1,2"]
+        path = dumps.vllm_states(path, source, (0, 1, 2))
+    else:
+        kind = "flashinfer"
+        dumps.flashinfer_folder(path, source)
+    capture = _imported(capsys, tmp_path, kind, path, *options)
+    # By the checkpoint that is named as well as by the capture's own.
+    for named in ((), ("--checkpoint", tmp_path / "ckpt")):
+        found = _checked(capsys, tmp_path, capture, *named)
+        assert found["verdict"] == "AGREES", (path.name, found["origins"])
+        assert not found["not_judged"], path.name
+        assert len(found["spans"]) == wide
+    if name == "flashinfer":
+        assert {"norm", "lm_head"} <= {*found["uncovered"]}
+        assert found["notes"] == ["Not recorded with all tensors in every step: embed_tokens."]
 
 
 def test_a_mixture_and_its_engine_agree(capsys: Capsys, tmp_path: Path) -> None:
@@ -147,6 +163,7 @@ def test_a_dump_of_another_model_is_refused(capsys: Capsys, tmp_path: Path) -> N
     assert (made.status, "that of the capture" in made.err) == (2, True)
 
 
+@pytest.mark.slow  # a cause is searched for in every component
 def test_other_weights_of_the_same_shapes_are_suspected(capsys: Capsys, tmp_path: Path) -> None:
     source = dumps.checkpoint("llama", tmp_path / "ckpt")
     for parameter in source.parameters():
@@ -158,7 +175,16 @@ def test_other_weights_of_the_same_shapes_are_suspected(capsys: Capsys, tmp_path
 
 
 @pytest.mark.needs("modelopt")
-def test_inputs_that_an_engine_quantises_are_judged(capsys: Capsys, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("factor", "blamed"),
+    [
+        pytest.param(1.0, set(), id="healthy"),
+        pytest.param(0.5, {"layers.1.self_attn.o_proj"}, id="sick", marks=pytest.mark.slow),
+    ],
+)
+def test_inputs_that_an_engine_quantises_are_judged(
+    capsys: Capsys, tmp_path: Path, factor: float, blamed: set[str]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what ModelOpt imports
         made, _ = modelopt_export("llama", "NVFP4_DEFAULT_CFG", tmp_path / "export")
@@ -168,19 +194,15 @@ def test_inputs_that_an_engine_quantises_are_judged(capsys: Capsys, tmp_path: Pa
         tmp_path / "export/source", dtype=torch.bfloat16
     ).eval()
     (tmp_path / "ckpt").symlink_to(made)
-    sides: dict[str, tuple[float, set[str]]] = {
-        "healthy": (1.0, set()), "sick": (0.5, {"layers.1.self_attn.o_proj"})
-    }  # fmt: skip
     with Checkpoint.open(made) as checkpoint:
         weights = TracedWeights(checkpoint, traced_config(checkpoint))
-        for name, (factor, blamed) in sides.items():
-            path = dumps.sglang_folder(tmp_path / name, source, 1, _quantising(weights, factor))
-            capture = _imported(capsys, tmp_path, "sglang", path)
-            found = _checked(capsys, tmp_path, capture)
-            assert _blamed(found) == blamed
-            assert found["verdict"] == ("DIFFERS" if blamed else "AGREES"), found["not_judged"]
-            judged = {each["name"] for each in found["cosines"] if each["budgets"] is not None}
-            assert {"layers.0.mlp.up_proj", "layers.1.mlp.down_proj"} <= judged
+        plant = _quantising(weights, factor)
+        path = dumps.sglang_folder(tmp_path / "dump", source, 1, plant)
+        found = _checked(capsys, tmp_path, _imported(capsys, tmp_path, "sglang", path))
+    assert _blamed(found) == blamed
+    assert found["verdict"] == ("DIFFERS" if blamed else "AGREES"), found["not_judged"]
+    judged = {each["name"] for each in found["cosines"] if each["budgets"] is not None}
+    assert {"layers.0.mlp.up_proj", "layers.1.mlp.down_proj"} <= judged
 
 
 def _quantising(weights: TracedWeights, factor: float) -> Plant:

@@ -75,11 +75,26 @@ def told(condition: Condition) -> Diagnosed:
     ("condition", "where", "words"),
     [
         (Condition("phase", Phase.PREFILL), {"phase": "prefill"}, "only in prefill"),
-        (Condition("sequence", 1), {"sequence": "1"}, "only on sequence 1"),
+        pytest.param(
+            Condition("sequence", 1),
+            {"sequence": "1"},
+            "only on sequence 1",
+            marks=pytest.mark.slow,
+        ),
         (Condition("position", 10), {"position": ">= 10"}, "only from position 10 on"),
-        (Condition("from step", 4), {"steps": "from 4"}, "only from step 4 on"),
+        pytest.param(
+            Condition("from step", 4),
+            {"steps": "from 4"},
+            "only from step 4 on",
+            marks=pytest.mark.slow,
+        ),
         (Condition("length", 25), {"length": ">= 26"}, "only on sequences of 26 tokens or more"),
-        (Condition("calls of tokens", 40), {"step": "2"}, "in calls of 70 tokens or more"),
+        pytest.param(
+            Condition("calls of tokens", 40),
+            {"step": "2"},
+            "in calls of 70 tokens or more",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_condition_is_found_and_said(

@@ -117,7 +117,7 @@ _CHANGES: dict[str, tuple[Callable[[Tensor], list[Tensor]], str]] = {
 }
 
 
-_DEFAULT = {("W4A16", "lost", "applied"), ("W4A16", "twice", "folded"), ("W4A8", "lost", "applied")}
+_DEFAULT = {("W4A16", "lost", "applied"), ("W4A16", "twice", "folded")}
 _CASES = [
     pytest.param(*case, marks=() if case in _DEFAULT else _SLOW)
     for case in product(WAYS, [*_CHANGES, "another linear's"], ["applied", "folded"])

@@ -120,6 +120,9 @@ _FAULTS: dict[str, Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, Tensor]]]
 }
 
 
+_QUICK = {"exchanged", "lost", "of another layer"}
+
+
 def _in_one_layer(
     change: Any, layer: int, own: Sequence[Tensor]
 ) -> Sequence[tuple[Tensor, Tensor]]:
@@ -132,7 +135,9 @@ def _cases() -> Iterator[Any]:
         for fault in _FAULTS:
             if form.by_head or not fault.endswith(("head", "heads")):
                 for dtype in (torch.bfloat16, torch.float32):
-                    quick = name == "fp8" or (name == "fp8 heads" and "head" in fault)
+                    quick = (name == "fp8" and fault in _QUICK) or (
+                        name == "fp8 heads" and "head" in fault
+                    )
                     marks = () if quick and dtype is torch.bfloat16 else pytest.mark.slow
                     case = f"{name}-{fault}-{str(dtype)[6:]}"
                     yield pytest.param(form, fault, dtype, marks=marks, id=case)

@@ -51,13 +51,26 @@ def _run(
     return QuantisedRun(model, INPUTS[name], dtype, **more)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)],
-    ids=["bf16", "fp32"],
-)
-@pytest.mark.parametrize("engine", _ENGINES)
-@pytest.mark.parametrize("name", INPUTS)
+# By default each kind of input in exact arithmetic, and each other arithmetic with some of them.
+_QUICK = {
+    ("FP8 tensor", "decoded"), ("NVFP4", "decoded"), ("INT8 token", "plain"), ("MXFP8", "plain"),
+    ("INT8 tensor", "stepwise"),
+}  # fmt: skip
+_HEALTHY = [
+    pytest.param(
+        *(name, engine, dtype),
+        id=f"{name}-{engine}-{'bf16' if dtype is torch.bfloat16 else 'fp32'}",
+        marks=()
+        if dtype is torch.bfloat16 and (engine == "exact" or (name, engine) in _QUICK)
+        else pytest.mark.slow,
+    )
+    for name in INPUTS
+    for engine in _ENGINES
+    for dtype in (torch.bfloat16, torch.float32)
+]
+
+
+@pytest.mark.parametrize(("name", "engine", "dtype"), _HEALTHY)
 def test_a_healthy_run_agrees(name: str, engine: str, dtype: torch.dtype) -> None:
     if engine == "stepwise" and name in _WITHOUT_STEPS:
         return
@@ -135,12 +148,15 @@ def test_an_engine_stores_what_it_likes_in_its_experts(engine: Emulation) -> Non
     assert row.verdict is Verdict.DIFFERS
 
 
+_SUMS = (("FP8 token", SHORT), ("FP8 tensor", STAGED), ("FP8 block", STAGED))
+
+
 @pytest.mark.parametrize(
     ("name", "engine", "sums"),
     [
-        ("FP8 token", SHORT, "hopper"),
-        pytest.param("FP8 tensor", STAGED, "hopper-in-stages", marks=pytest.mark.slow),
-        pytest.param("FP8 block", STAGED, "hopper", marks=pytest.mark.slow),
+        (*_SUMS[0], "hopper"),
+        pytest.param(*_SUMS[1], "hopper-in-stages", marks=pytest.mark.slow),
+        pytest.param(*_SUMS[2], "hopper", marks=pytest.mark.slow),
     ],
 )
 def test_short_sums_of_a_tensor_core_are_learned(name: str, engine: Emulation, sums: str) -> None:
@@ -149,10 +165,15 @@ def test_short_sums_of_a_tensor_core_are_learned(name: str, engine: Emulation, s
     found = run.judged()
     assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
     assert learned(found)["code_sums"] == sums
-    # A single linear that sums so is a finding: its partners say that this engine does not.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "engine"), _SUMS)
+def test_short_sums_of_a_single_linear_are_no_convention(name: str, engine: Emulation) -> None:
+    """Its partners say that this engine does not sum so."""
+    run = QuantisedRun("llama", INPUTS[name], hidden_size=256, intermediate_size=512)
     run.emulate(engine, lambda path: path == _O)
-    found = run.judged()
-    assert "code_sums" not in learned(found)
+    assert "code_sums" not in learned(run.judged())
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
@@ -163,7 +184,12 @@ def test_scales_rounded_up_for_deepgemm_are_learned(model: str) -> None:
     assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
     assert learned(found)["block_scales"] == "both"
     assert model == "llama" or learned(found)["expert_block_scales"] == "inputs"
-    # A single linear that does so is a finding.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_scales_rounded_up_in_a_single_linear_are_a_finding(model: str) -> None:
+    run = _run("FP8 block", model)
     run.emulate(DEEPGEMM, lambda path: path == _O)
     found = run.judged()
     assert "block_scales" not in learned(found)
@@ -225,7 +251,13 @@ def _judged_with(run: QuantisedRun, engine: Emulation, path: str, scale: Any) ->
     return run.judged()
 
 
-@pytest.mark.parametrize(("name", "engine", "fault"), _FAULTS)
+@pytest.mark.parametrize(
+    ("name", "engine", "fault"),
+    [
+        pytest.param(*case, marks=() if number in {0, 3, 6} else pytest.mark.slow)
+        for number, case in enumerate(_FAULTS)
+    ],
+)
 def test_another_scale_is_placed_and_named(name: str, engine: str, fault: str) -> None:
     run = _run(name)
     scale = _SCALES[fault](run, run.scales[_O])
@@ -235,8 +267,17 @@ def test_another_scale_is_placed_and_named(name: str, engine: str, fault: str) -
     assert told.named[0].id == "M18.input_scale", told.sentence
 
 
-@pytest.mark.parametrize("engine", ["exact", "decoded"])
-@pytest.mark.parametrize("name", ["FP8 token", "NVFP4", "MXFP8"])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("FP8 token", "decoded"),
+        ("NVFP4", "exact"),
+        pytest.param("FP8 token", "exact", marks=pytest.mark.slow),
+        pytest.param("NVFP4", "decoded", marks=pytest.mark.slow),
+        pytest.param("MXFP8", "exact", marks=pytest.mark.slow),
+        pytest.param("MXFP8", "decoded", marks=pytest.mark.slow),
+    ],
+)
 def test_a_single_plain_input_is_a_finding_and_no_convention(name: str, engine: str) -> None:
     run = _run(name)
     run.emulate(_ENGINES[engine], lambda path: path != _O)

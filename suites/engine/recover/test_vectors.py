@@ -43,7 +43,10 @@ def scattered(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("component", "weight", "change", "words"), [
     (NORM, "attn.q_norm", shifted, "columns 1, 3, ... (every 2) are 0.2500 too small"),
     (NORM, "attn.q_norm", scattered, "3 of 128 numbers are others: number 3 was 0.5000"),
-    ("layers.1.attn.hc_pre", "hc_attn_base", lambda x: x + 0.5, "are 0.5000 too large"),
+    pytest.param(
+        "layers.1.attn.hc_pre", "hc_attn_base", lambda x: x + 0.5, "are 0.5000 too large",
+        marks=pytest.mark.slow,
+    ),
 ])  # fmt: skip
 def test_a_vector_is_told_as_it_was_used(
     component: str, weight: str, change: Callable[[Tensor], Tensor], words: str

@@ -123,10 +123,11 @@ def test_two_weights_with_changes_of_their_own_are_told_each() -> None:
             with_weights(lambda _, own: type(own)(value=own.values(torch.float64) * 0 + 1)),
             "in layers.1.attn_norm, all numbers are 1",
         ),
-        (
+        pytest.param(
             "layers.1.attn.q_head_norm_rope",
             with_inputs(lambda given: {**given, "positions": given["positions"] + 3}),
             "positions are 3 too large",
+            marks=pytest.mark.slow,
         ),
         (
             "layers.1.attn.attend",
@@ -143,10 +144,11 @@ def test_two_weights_with_changes_of_their_own_are_told_each() -> None:
             with_outputs(lambda given, made: {**made, "out": given["x"]}),
             "the output is the input x, unchanged",
         ),
-        (
+        pytest.param(
             "layers.1.attn.q_head_norm_rope",
             with_inputs(lambda given: {**given, "positions": given["positions"] // 17}),
             "positions are divided by 17, rounded down",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["gain", "positions", "logits", "missing", "passed", "coarse"],

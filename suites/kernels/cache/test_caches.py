@@ -145,11 +145,23 @@ def test_every_byte_of_a_foreign_cache_with_keys_decodes(entry: str) -> None:
 # ---- the compressor, over rings ------------------------------------------------------------------
 
 
-def test_the_stated_order_is_near_the_definition_and_faults_are_detected() -> None:
-    chosen = [case for case in pooling.cases() if case.width == 128]
-    for case in (*chosen, *pooling.fuzzed(1, 10)):
+NARROW = [case for case in pooling.cases() if case.width == 128]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(NARROW[::3], id="few"),
+        pytest.param([*NARROW, *pooling.fuzzed(1, 10)], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_the_stated_order_is_near_the_definition(cases: list[pooling.Case]) -> None:
+    for case in cases:
         assert not pooling.mismatch(case, pooling.by_stated_order), case.name
-    case = chosen[1]
+
+
+def test_faults_of_the_stated_order_are_detected() -> None:
+    case = NARROW[1]
 
     def planted(change: Any) -> str:
         return pooling.mismatch(case, lambda call: change(call, pooling.by_stated_order(call)))
@@ -293,11 +305,23 @@ def test_tables_without_pages_are_refused() -> None:
             kernel_named("simt_paged_pool").run(call.problem, SETTINGS, **good | {"table": table})
 
 
-def test_the_stated_order_of_pages_is_near_the_definition_and_faults_are_detected() -> None:
-    narrow = [case for case in paged.cases() if case.width == 128]
-    for case in (*narrow, *paged.fuzzed(1, 6)):
+NARROW_PAGES = [case for case in paged.cases() if case.width == 128]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(NARROW_PAGES[::3], id="few"),
+        pytest.param([*NARROW_PAGES, *paged.fuzzed(1, 6)], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_the_stated_order_of_pages_is_near_the_definition(cases: list[Any]) -> None:
+    for case in cases:
         assert not paged.mismatch(case, paged.by_stated_order), case.name
-    case = narrow[1]
+
+
+def test_faults_of_the_stated_order_of_pages_are_detected() -> None:
+    case = NARROW_PAGES[1]
 
     def planted(change: Any) -> str:
         return paged.mismatch(case, lambda call: change(call, paged.by_stated_order(call)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ from degarble.suites.engine.diagnose.judge.gemm_faults import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -116,8 +116,16 @@ def test_every_legal_order_of_the_sum_agrees(kind: str, order: str) -> None:
     assert judged(g, HEALTHY[order](g)).require().ratio <= 0.7
 
 
-@pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.parametrize("fault", FAULTS)
+def _in_turn(names: Iterable[str]) -> list[Any]:
+    """Cross names and inputs: by default each name has one kind of them, in turn."""
+    return [
+        pytest.param(name, kind, marks=() if n == number % len(INPUTS) else pytest.mark.slow)
+        for number, name in enumerate(names)
+        for n, kind in enumerate(INPUTS)
+    ]
+
+
+@pytest.mark.parametrize(("fault", "kind"), _in_turn(FAULTS))
 def test_a_fault_is_found_and_its_cause_is_named_first(kind: str, fault: str) -> None:
     g = made(kind)
     kernel = judged(g, FAULTS[fault].run(g))
@@ -126,8 +134,7 @@ def test_a_fault_is_found_and_its_cause_is_named_first(kind: str, fault: str) ->
     assert kernel.cause.fault == FAULTS[fault].named, str(kernel)
 
 
-@pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.parametrize("name", ["x", "w"])
+@pytest.mark.parametrize(("name", "kind"), _in_turn(["x", "w"]))
 def test_an_operand_that_was_truncated_when_it_was_quantised_is_named(kind: str, name: str) -> None:
     """The codes are made here: quotients by the stored scales, rounded toward zero."""
     g = made(kind)
@@ -154,7 +161,11 @@ def test_a_silent_fallback_is_too_good_for_the_quantised_operands() -> None:
     half = judged(g, g.x.float() @ values(g)[1].T)
     assert half.cause is not None
     assert half.cause.fault == "M18.plain_input"
-    # Without the unquantised operands it differs all the same, and nothing false is named.
+
+
+@pytest.mark.slow
+def test_a_fallback_without_the_unquantised_operands_differs_without_a_name() -> None:
+    g = made("gaussian")
     blind = judged(g, g.x.float() @ g.w.float().T, reference=False)
     assert blind.verdict is Verdict.DIFFERS
     assert blind.named == ()
