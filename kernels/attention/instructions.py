@@ -35,7 +35,7 @@ def words_if(address: Any, present: Any, count: int) -> list[Any]:
     zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
     text = (
         f"{{ .reg .pred there; setp.ne.u32 there, {{$r1}}, 0; {zeros} "
-        f"@there ld.global.nc.v{count}.b32 {{{names}}}, [{{$r0}}]; }}"
+        f"@there ld.global.v{count}.b32 {{{names}}}, [{{$r0}}]; }}"
     )
     return list(emit(text, [Uint32] * count, address, present))
 
@@ -44,7 +44,7 @@ def word_if(address: Any, present: Any) -> Any:
     """Read a word from global memory, or zero."""
     text = (
         "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; mov.b32 {$w0}, 0; "
-        "@there ld.global.nc.b32 {$w0}, [{$r0}]; }"
+        "@there ld.global.b32 {$w0}, [{$r0}]; }"
     )
     return emit(text, [Uint32], address, present)
 
@@ -53,7 +53,7 @@ def scale_if(address: Any, present: Any, size: int) -> Any:
     """Read one or two bytes from global memory, or zeros."""
     text = (
         "{ .reg .pred there; .reg .u16 read; setp.ne.u32 there, {$r1}, 0; mov.u16 read, 0; "
-        f"@there ld.global.nc.u{8 * size} read, [{{$r0}}]; cvt.u32.u16 {{$w0}}, read; }}"
+        f"@there ld.global.u{8 * size} read, [{{$r0}}]; cvt.u32.u16 {{$w0}}, read; }}"
     )
     return emit(text, [Uint32], address, present)
 
@@ -62,7 +62,7 @@ def index_if(address: Any, present: Any) -> Any:
     """Read a word from global memory, or -1."""
     text = (
         "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; mov.b32 {$w0}, -1; "
-        "@there ld.global.nc.b32 {$w0}, [{$r0}]; }"
+        "@there ld.global.b32 {$w0}, [{$r0}]; }"
     )
     return emit(text, [Uint32], address, present)
 

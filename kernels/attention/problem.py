@@ -22,7 +22,7 @@ from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import EntryFormat, entry_format
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from degarble.kernels.primitives.kv_problem import Pages
 
@@ -45,6 +45,8 @@ MOST_SPLITS = 32
 MOST_TOGETHER = 8  # thread blocks of a portable cluster; CUDA C++ Programming Guide 13.0
 TILES_OF_SPLIT = 9  # 576 keys: 1024 + 128 are two equal splits, and 64 tokens fill an H200
 TILES_OF_SPLIT_OF_V32 = 16  # 2048 keys are two equal splits
+TILES_OF_FOUR_SPLITS = 10  # up to 640 keys of few tokens; beyond, splits for another kernel
+SPLITS_APART = 16
 MODES = ("prefill", "decode")
 EXPERIMENT = "experiment-nvfp4"  # queries in NVFP4 as well; docs/design-notes/attention_kernel.md
 EXPERIMENT_ENTRY = "nvfp4-v41"  # all of a key is NVFP4, its turned values too
@@ -364,14 +366,22 @@ def shared_memory(entry: EntryFormat) -> SharedMemory:
 
 def tiles_each(problem: AttentionProblem) -> int:
     """Return the number of tiles of a split; prefill has enough thread blocks without splits."""
-    # One split by default.
-    each: int = problem.tiles
-    if problem.splits:
-        each = ceil_div(problem.tiles, problem.splits)
-    elif problem.mode == "decode":
-        least = TILES_OF_SPLIT if problem.family is V4 else TILES_OF_SPLIT_OF_V32
-        each = max(least, ceil_div(problem.tiles, MOST_SPLITS))
+    count = problem.splits or 1
+    if not problem.splits and problem.mode == "decode":
+        most = TILES_OF_SPLIT if problem.family is V4 else TILES_OF_SPLIT_OF_V32
+        count = min(MOST_SPLITS, max(1, ceil_div(problem.tiles, most)))
+    # Splits of equal length: one that is longer than the others is waited for.
+    each: int = ceil_div(problem.tiles, count)
     return max(1, each)
+
+
+def few_token_splits(lists: Iterable[KeyList]) -> int:
+    """Return the number of splits with which up to 16 tokens are fastest on an H200.
+
+    Many splits keep more multiprocessors busy; beyond 8 they cost another launch, which merges.
+    """
+    tiles: int = sum(key_list.tiles for key_list in lists)
+    return min(tiles, 4 if tiles <= TILES_OF_FOUR_SPLITS else SPLITS_APART)
 
 
 def choose_splits(problem: AttentionProblem) -> int:

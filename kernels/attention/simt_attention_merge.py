@@ -20,6 +20,7 @@ from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention.problem import MergeForm, MergeProblem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.runtime.kernel import Kernel, Operand, Presence, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -73,6 +74,7 @@ def merge_kernel(
     addresses: MergeAddresses, extents: tuple[Any, ...], form: cutlass.Constexpr
 ) -> None:
     """Merge one head of one token per thread block."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     heads, splits = extents
@@ -119,7 +121,7 @@ def launch_merge(
     heads, splits, blocks = extents
     addresses = MergeAddresses(*(Int64(pointer.toint()) for pointer in pointers))
     merge_kernel(addresses, (heads, splits), form).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

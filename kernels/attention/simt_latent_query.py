@@ -30,6 +30,7 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.runtime.kernel import Kernel, Operand, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 
 class QueryTensors(NamedTuple):
@@ -45,6 +46,7 @@ class QueryTensors(NamedTuple):
 @cute.kernel
 def query_kernel(tensors: QueryTensors, extents: tuple[Any, ...]) -> None:
     """Copy or rotate one chunk of a row."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     token, part, _ = cute.arch.block_idx()
     heads, of_head, positions = extents
@@ -80,7 +82,7 @@ def launch_query(
     views = zip(pointers, (SLOT_WORDS, SLOT_WORDS, rows.PAIRS_OF_LANE, 0, SLOT_WORDS), strict=True)
     tensors = QueryTensors(*(vectors(address, words) for address, words in views))
     query_kernel(tensors, (heads, of_head, positions)).launch(
-        grid=[tokens, parts, 1], block=[facts.QUERY_THREADS, 1, 1], stream=stream
+        grid=[tokens, parts, 1], block=[facts.QUERY_THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

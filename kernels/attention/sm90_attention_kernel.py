@@ -35,6 +35,7 @@ from degarble.kernels.attention.problem import AttentionForm
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 NAN = float("nan")
 QUADS = 4  # lanes that share a row
@@ -115,6 +116,7 @@ def attention_kernel(
     plan, (multiplying, bringing) = facts.gather_plan(form.format), facts.registers(form.format)
     begin_barriers(memory, plan)
     cute.arch.sync_threads()
+    follow()
 
     place = place_of(extents)
     lists, widths, walk = lists_of(addresses, extents, place, form)
@@ -609,5 +611,6 @@ def launch_attention(
         block=[facts.threads(form.format), 1, 1],
         cluster=[max(1, form.together), 1, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )

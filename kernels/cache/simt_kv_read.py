@@ -33,6 +33,7 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.primitives.kv_problem import ReadForm, ReadProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 THREADS = facts.WARPS * rows.LANES
 NAN_PAIR = 0x7FC0_7FC0
@@ -72,6 +73,7 @@ def decoded(tensors: ReadTensors, place: Any, start: Any, scales: Any, form: Rea
 @cute.kernel
 def read_kernel(tensors: ReadTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Process an index per warp: read an entry, decode, store a row."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     count, capacity, entries, pieces, multiplier, shift = extents
@@ -124,7 +126,7 @@ def launch_read(
     views = zip(pointers, shapes, strict=True)
     tensors = ReadTensors(*(vectors(address, words) for address, words in views))
     read_kernel(tensors, tuple(told), form).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

@@ -17,6 +17,7 @@ from cutlass import Int32, Int64, cute
 from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache.problem import CHOSEN, WINDOW, SlotsForm, SlotsProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 FLAT = 1 << 40
 
@@ -53,6 +54,7 @@ def slot_at(
 @cute.kernel
 def slots_kernel(tensors: SlotTensors, extents: tuple[Int32, ...], form: cutlass.Constexpr) -> None:
     """Find the slot of one place of a token's list, and of a window the token's own."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     token, part, _ = cute.arch.block_idx()
     width, sequences, columns, ratio = extents
@@ -84,7 +86,7 @@ def launch_slots(
         *(cute.make_tensor(pointer, cute.make_layout(FLAT)) for pointer in pointers)
     )
     slots_kernel(tensors, tuple(told), form).launch(
-        grid=[tokens, parts, 1], block=[facts.SLOT_THREADS, 1, 1], stream=stream
+        grid=[tokens, parts, 1], block=[facts.SLOT_THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

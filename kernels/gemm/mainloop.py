@@ -14,6 +14,7 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmTactic
+from degarble.kernels.runtime.pdl import follow
 
 # --------------------------------------------------------------------------------------------------
 # The static persistent tile schedule: which tile a thread block computes next.
@@ -419,10 +420,11 @@ def ring_of_stages(memory: Any, form: GemmForm) -> Any:
 
 
 def begin(tactic: GemmTactic) -> None:
-    """Wait until all barriers of the cluster exist."""
+    """Wait until all barriers of the cluster exist and the previous launch has ended."""
     shape = (tactic.cluster_rows, tactic.cluster_columns)
     pipeline.pipeline_init_arrive(cluster_shape_mn=shape, is_relaxed=True)
     pipeline.pipeline_init_wait(cluster_shape_mn=shape)
+    follow()
 
 
 def producer_state(stages: int) -> Any:

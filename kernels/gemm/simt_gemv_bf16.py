@@ -35,6 +35,7 @@ from degarble.kernels.gemm.gemv_problem import (
 )
 from degarble.kernels.primitives.device_words import numbers_of, warp_folded, words_of
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 WORDS = VECTOR // 2
 
@@ -69,6 +70,7 @@ def gemv_kernel(
     tensors: tuple[cute.Tensor, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
 ) -> None:
     """Copy the activations to shared memory, then sum up groups of rows of the weight."""
+    follow()
     activations, weight, out = tensors
     rows, columns, vectors, steps = extents
     thread, _, _ = cute.arch.thread_idx()
@@ -153,6 +155,7 @@ def launch_gemv(
         grid=[walkers, 1, 1],
         block=[WARPS * LANES, 1, 1],
         min_blocks_per_mp=1,  # Trap: without it ptxas spills to fit two blocks where rows are few
+        use_pdl=EARLY,
         stream=stream,
     )
 

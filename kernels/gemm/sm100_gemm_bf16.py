@@ -29,6 +29,7 @@ from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.entry import described
 from degarble.kernels.gemm.sm90_gemm_bf16 import OPERANDS, matrices_of
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM100A
 
 # ---- device --------------------------------------------------------------------------------------
@@ -111,6 +112,7 @@ def launch_gemm(
         block=[tensor_memory.threads(), 1, 1],
         cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -32,6 +32,7 @@ from degarble.kernels.gemm.sm90_gemm_fp8_block import (
     matrices_of,
     scale_at,
 )
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM100A
 
 # ---- device --------------------------------------------------------------------------------------
@@ -173,6 +174,7 @@ def launch_gemm(
         block=[tensor_memory.threads(), 1, 1],
         cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )
 

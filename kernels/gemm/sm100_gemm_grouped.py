@@ -31,6 +31,7 @@ from degarble.kernels.gemm.grouped_problem import GroupedForm, GroupedProblem
 from degarble.kernels.gemm.sm90_gemm_grouped import RopeRows
 from degarble.kernels.primitives.device_words import vectors
 from degarble.kernels.runtime.kernel import Operands
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM100A
 
 FIRST_TURNING_GROUP = 2  # after the first eight warps: six with a role, two idle
@@ -191,7 +192,11 @@ def launch_grouped(
     turning = RopeRows(vectors(table, hopper.WORDS), vectors(positions, 0), known, tokens)
     numbers = (tokens, columns, inner // grouped.GROUPED_STEP, tiles)
     grouped_kernel(feeds, store, turning, numbers, form).launch(
-        grid=[1, 1, clusters], block=[threads(form), 1, 1], min_blocks_per_mp=1, stream=stream
+        grid=[1, 1, clusters],
+        block=[threads(form), 1, 1],
+        min_blocks_per_mp=1,
+        use_pdl=EARLY,
+        stream=stream,
     )
 
 

@@ -31,6 +31,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.entry import described, require_one_block
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
 from degarble.kernels.gemm.sm90_gemm_nvfp4 import operands_of as nvfp4_operands
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM100A
 
 # --------------------------------------------------------------------------------------------------
@@ -574,6 +575,7 @@ def launch_gemm(
         block=[tensor_memory.threads(), 1, 1],
         cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )
 

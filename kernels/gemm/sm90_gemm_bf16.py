@@ -28,6 +28,7 @@ from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.entry import BF16, GemmOperand, described
 from degarble.kernels.gemm.problem import GemmForm
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM90A
 
 STEP_K = 16  # of one wgmma
@@ -149,6 +150,7 @@ def launch_gemm(
         block=[facts.threads(form), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )
 

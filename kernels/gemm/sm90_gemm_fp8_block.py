@@ -30,6 +30,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.entry import GemmOperand, described
 from degarble.kernels.gemm.problem import TMA_ALIGNMENT, GemmForm, GemmProblem
 from degarble.kernels.runtime.kernel import Storage
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM90A
 
 BLOCK = 128  # of K and of B's rows that share a scale
@@ -190,6 +191,7 @@ def launch_gemm(
         block=[facts.threads(form), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -42,6 +42,7 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM90A
 
 WORDS = 4  # of 16 bytes
@@ -337,6 +338,7 @@ def launch_grouped(
         block=[facts.threads(form.gemm), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -44,6 +44,7 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.quantise import simt_quantise_fp8 as quantise
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM90A
 
 HALF = 64  # numbers of BF16 that a swizzled row of 128 bytes holds: half of a stage's row
@@ -330,6 +331,7 @@ def launch_grouped(
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
         min_blocks_per_mp=tactic.blocks,
         preferred_smem_carveout=WHOLE_CARVEOUT if tactic.blocks > 1 else None,
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -33,6 +33,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.entry import GemmOperand, described
 from degarble.kernels.gemm.problem import GemmForm
 from degarble.kernels.runtime.kernel import Storage
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM90A
 
 CODES_OF_WORD = 8
@@ -389,6 +390,7 @@ def launch_gemm(
         grid=[1, 1, clusters],
         block=[facts.threads(form), 1, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )
 

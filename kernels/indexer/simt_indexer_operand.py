@@ -37,6 +37,7 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.primitives.kv_problem import fp8_factor, fp8_scale_code
 from degarble.kernels.runtime.kernel import Kernel, Operand, Presence, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 WORDS = facts.OF_LANE // 2
 THREADS = facts.WARPS * 32
@@ -208,6 +209,7 @@ def operand_kernel(
     tensors: OperandTensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Process a row with eight lanes; surplus lanes repeat the last row and write nothing."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
     rows, heads, positions = extents
@@ -255,7 +257,7 @@ def launch_operand(
     views = zip(pointers, widths, strict=True)
     tensors = OperandTensors(*(vectors(address, width) for address, width in views))
     operand_kernel(tensors, (rows, heads, positions), epsilon, form).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

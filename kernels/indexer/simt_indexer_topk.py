@@ -29,6 +29,7 @@ from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import TopkForm, TopkProblem, visible_entries
 from degarble.kernels.primitives.device_words import emit
 from degarble.kernels.runtime.kernel import Kernel, Operand, Presence, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 FLAT = 1 << 40
 AT_ONCE = 4  # vectors that a thread asks for before it uses the first
@@ -379,6 +380,7 @@ def row_of(
 @cute.kernel
 def topk_kernel(tensors: TopkTensors, extents: tuple[Int32, ...], form: cutlass.Constexpr) -> None:
     """Choose for one row, or for this thread block's segment of it."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     index, _, _ = cute.arch.block_idx()
     shared, block = shared_of(form), index % form.cluster
@@ -456,6 +458,7 @@ def launch_topk(
         grid=[blocks, 1, 1],
         block=[form.threads, 1, 1],
         cluster=[form.cluster, 1, 1],
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -34,6 +34,7 @@ from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
 from degarble.kernels.primitives.device_words import emit
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 from degarble.kernels.runtime.targets import SM90A
 
 # --------------------------------------------------------------------------------------------------
@@ -364,6 +365,7 @@ def scores_kernel(
     # Queries are loaded once; the ring serves as their barrier.
     query_ring = ring_of(memory, 1, facts.query_bytes(form))
     key_ring = ring_of(memory, stages, facts.stage_bytes(form))
+    follow()
     look_up(sTokens, tensors, tile, e, form)
     # After these, barriers and the tokens' sequences are visible to all warps.
     pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
@@ -579,6 +581,7 @@ def launch_scores(
         grid=[tiles, chunks, 1],
         block=[facts.threads(form), 1, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -39,6 +39,7 @@ from degarble.kernels.runtime.kernel import (
     Presence,
     Storage,
 )
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 LANES, WARPS = 32, 8
 THREADS = LANES * WARPS
@@ -82,6 +83,7 @@ def expert_here(chosen: Any, local: Any, slot: Any, extents: Any) -> Any:
 @cute.kernel
 def count_kernel(tensors: tuple[Any, ...], extents: tuple[Int32, ...]) -> None:
     """Count the slots of one expert, and mark every slot as having no row."""
+    follow()
     chosen, local, _, counts, _, _, places = tensors
     thread, _, _ = cute.arch.thread_idx()
     expert, _, _ = cute.arch.block_idx()
@@ -118,6 +120,7 @@ def place_kernel(
     tensors: tuple[Any, ...], extents: tuple[Int32, ...], tile: cutlass.Constexpr
 ) -> None:
     """Give one expert's slots their rows; each warp has contiguous slots."""
+    follow()
     chosen, local, rows, counts, experts, slot_of, places = tensors
     thread, _, _ = cute.arch.thread_idx()
     expert, _, _ = cute.arch.block_idx()
@@ -179,9 +182,11 @@ def launch_plan(
 ) -> None:
     """Launch count and place on slots, experts in all, experts here, whether a map exists."""
     tensors, blocks = flat(pointers), extents[2]
-    count_kernel(tensors, extents).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    count_kernel(tensors, extents).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], use_pdl=EARLY, stream=stream
+    )
     place_kernel(tensors, extents, form.tile).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 
@@ -209,6 +214,7 @@ def gather_kernel(
     target: cutlass.Constexpr,
 ) -> None:
     """Quantise the rows of one column of tiles of 8 rows x 32 blocks."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     first, tile_column, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
@@ -254,7 +260,7 @@ def launch_gather(
     read, written = in_words(values, words.BLOCK_WORDS), in_words(codes, words.BLOCK_WORDS // 4)
     tensors = Gathering(*(read, *known, written, *scales))
     gather_kernel(tensors, blocks, chosen, form.tile, form.target).launch(
-        grid=[walkers, columns, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[walkers, columns, 1], block=[THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 
@@ -264,6 +270,7 @@ def launch_gather(
 @cute.kernel
 def combine_kernel(tensors: tuple[Any, ...], chunks: Int32, form: cutlass.Constexpr) -> None:
     """Sum eight columns of one token."""
+    follow()
     rows, places, weights, shared, out = tensors
     thread, _, _ = cute.arch.thread_idx()
     token, part, _ = cute.arch.block_idx()
@@ -321,7 +328,7 @@ def launch_combine(
         in_words(out, width),
     )
     combine_kernel(tensors, chunks, form).launch(
-        grid=[tokens, parts, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[tokens, parts, 1], block=[THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

@@ -29,6 +29,7 @@ from degarble.kernels.moe import simt_moe_rows as rows
 from degarble.kernels.moe.entry import READ, ScaleWords, described, routed_experts
 from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm
 from degarble.kernels.primitives import device_words as words
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM100A
 
 # --------------------------------------------------------------------------------------------------
@@ -359,6 +360,7 @@ def launch_grouped(
         block=[tensor_memory.threads(), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
+        use_pdl=EARLY,
         stream=stream,
     )
 

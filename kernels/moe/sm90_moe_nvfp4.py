@@ -33,6 +33,7 @@ from degarble.kernels.moe import simt_moe_rows as rows
 from degarble.kernels.moe.entry import READ, ScaleWords, described, routed_experts
 from degarble.kernels.moe.problem import GATE_AND_UP
 from degarble.kernels.primitives import device_words as words
+from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM90A
 
 # --------------------------------------------------------------------------------------------------
@@ -547,6 +548,7 @@ def launch_grouped(
         block=[facts.threads(of_gemm), 1, 1],
         min_blocks_per_mp=of_gemm.tactic.blocks,
         preferred_smem_carveout=WHOLE_CARVEOUT if of_gemm.tactic.blocks > 1 else None,
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -41,6 +41,7 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.primitives.quantise_problem import Fp8Form, Fp8Problem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 SCALES = {
     "float32": Storage(Float32, torch.float32, 4), "ue8m0": Storage(Uint8, torch.uint8, 1),
@@ -121,6 +122,7 @@ def quantise_kernel(
     tensors: tuple[Any, ...], rows: Int32, parts: Int32, form: cutlass.Constexpr
 ) -> None:
     """Quantise 16 values a thread; lanes past the last row compute and write nothing."""
+    follow()
     values, codes, scales = tensors
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -163,7 +165,7 @@ def launch_quantise(
         values = HeadVectors(read, turns, vectors(positions, 0), known[0])
     flat = cute.make_tensor(scales.iterator, cute.make_layout(FLAT))
     quantise_kernel((values, codes, flat), rows, parts, form).launch(
-        grid=[blocks, 1, 1], block=[facts.FP8_THREADS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[facts.FP8_THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

@@ -49,6 +49,7 @@ from degarble.kernels.runtime.kernel import (
 from degarble.kernels.runtime.operands import (
     DRIVERS_CHOICE,
 )
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -133,6 +134,7 @@ def quantise_kernel(
     tensors: QuantiseTensors, rows: Int32, blocks: Int32, experts: Int32, form: cutlass.Constexpr
 ) -> None:
     """Quantise the rows of one column of tiles."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     first, tile_column, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
@@ -188,6 +190,7 @@ def launch_quantise(
         # Bounds the registers of one form; 0, no bound, where it would cause spills.
         min_blocks_per_mp=facts.bound_blocks(form),
         preferred_smem_carveout=DRIVERS_CHOICE if facts.bound_blocks(form) else None,
+        use_pdl=EARLY,
         stream=stream,
     )
 

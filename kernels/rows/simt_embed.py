@@ -16,6 +16,7 @@ from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import EmbedForm, EmbedProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 from degarble.kernels.runtime.operands import DTYPES
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 WORDS = facts.EMBED_VECTOR // 2
 
@@ -25,6 +26,7 @@ def embed_kernel(
     tensors: tuple[cute.Tensor, ...], vocabulary: Int32, vectors: Int32, threads: Int32
 ) -> None:
     """Copy one token's row, or its share of one."""
+    follow()
     ids, table, out = tensors
     thread, _, _ = cute.arch.thread_idx()
     token, across, _ = cute.arch.block_idx()
@@ -65,6 +67,7 @@ def launch_embed(
         grid=[tokens, parts, 1],
         block=[threads, 1, 1],
         max_number_threads=[facts.MOST_EMBED_THREADS, 1, 1],
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -35,6 +35,7 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import InverseRopeForm, InverseRopeProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -53,6 +54,7 @@ def back_kernel(
     tensors: InverseRopeTensors, extents: tuple[Any, ...], form: cutlass.Constexpr
 ) -> None:
     """Process chunks of a token: load all, rotate back where rotated, store."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     token, group, _ = cute.arch.block_idx()
     heads, positions = extents
@@ -95,7 +97,7 @@ def launch_back(
     views = zip(pointers, (SLOT_WORDS, rows.PAIRS_OF_LANE, 0, SLOT_WORDS), strict=True)
     tensors = InverseRopeTensors(*(vectors(address, words) for address, words in views))
     back_kernel(tensors, (heads, positions), form).launch(
-        grid=[tokens, groups, 1], block=[facts.BACK_THREADS, 1, 1], stream=stream
+        grid=[tokens, groups, 1], block=[facts.BACK_THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

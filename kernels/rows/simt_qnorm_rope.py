@@ -36,6 +36,7 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import QNormRopeForm, QNormRopeProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 THREADS = facts.HEAD_WARPS * rows.LANES
 
@@ -57,6 +58,7 @@ def heads_kernel(
     tensors: QNormRopeTensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Process a head per warp: read, norm, rotate, store."""
+    follow()
     held = rows.GEOMETRIES[form.width]
     thread, _, _ = cute.arch.thread_idx()
     token, group, _ = cute.arch.block_idx()
@@ -103,7 +105,7 @@ def launch_heads(
     views = zip(pointers, (SLOT_WORDS, rows.PAIRS_OF_LANE, 0, SLOT_WORDS), strict=True)
     tensors = QNormRopeTensors(*(vectors(address, words) for address, words in views))
     heads_kernel(tensors, (heads, positions), epsilon, form).launch(
-        grid=[tokens, groups, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[tokens, groups, 1], block=[THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

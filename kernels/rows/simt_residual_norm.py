@@ -42,6 +42,7 @@ from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Stor
 from degarble.kernels.runtime.operands import (
     DTYPES,
 )
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 FLAT = 1 << 30
 
@@ -99,6 +100,7 @@ def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to
     tensors: ResidualTensors, extents: tuple[Int32, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Walk down the rows: read both, add, sum squares, norm, write both."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     first, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
@@ -200,6 +202,7 @@ def launch_residual(
         grid=[walkers, 1, 1],
         block=[threads, 1, 1],
         max_number_threads=[facts.residual_threads_declared(), 1, 1],
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -50,6 +50,7 @@ from degarble.kernels.runtime.kernel import (
     as_vector,
 )
 from degarble.kernels.runtime.operands import DTYPES
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -128,6 +129,7 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
     form: cutlass.Constexpr,
 ) -> None:
     """Walk down the rows: read, sum, norm, write the requested outputs."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     first, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
@@ -230,6 +232,7 @@ def launch_rmsnorm(
         grid=[walkers, 1, 1],
         block=[threads, 1, 1],
         max_number_threads=[facts.norm_threads_declared(form), 1, 1],
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -26,6 +26,7 @@ from degarble.kernels.rows import router_problem as facts
 from degarble.kernels.rows.router_problem import LANES, WARPS, RouterForm, RouterProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 from degarble.kernels.runtime.operands import DTYPES
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 EVERY_LANE = 0xFFFF_FFFF
 
@@ -120,6 +121,7 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
     form: cutlass.Constexpr,
 ) -> None:
     """Choose a token's experts and compute their weights."""
+    follow()
     tokens, experts, vocabulary = extents
     scale, epsilon = factors
     thread, _, _ = cute.arch.thread_idx()
@@ -198,7 +200,7 @@ def launch_router(
     flat = cute.make_layout(1 << 30)
     tensors = RouterTensors(*(cute.make_tensor(address, flat) for address in pointers))
     router_kernel(tensors, (tokens, experts, vocabulary), factors, form).launch(
-        grid=[blocks, 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[WARPS * LANES, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

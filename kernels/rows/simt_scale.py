@@ -18,6 +18,7 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import ScaleForm, ScaleProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 STORAGE = {
     "bf16": Storage(BFloat16, torch.bfloat16, 2), "fp32": Storage(Float32, torch.float32, 4),
@@ -30,6 +31,7 @@ def scale_kernel(
     values: Any, out: Any, count: Int32, factor: Float32, form: cutlass.Constexpr
 ) -> None:
     """Scale one number."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     place = Int32(block) * facts.SCALE_THREADS + Int32(thread)
@@ -50,7 +52,7 @@ def launch_scale(
     count, blocks = extents
     values, out = (cute.make_tensor(pointer, cute.make_layout(FLAT)) for pointer in pointers)
     scale_kernel(values, out, count, factor, form).launch(
-        grid=[blocks, 1, 1], block=[facts.SCALE_THREADS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[facts.SCALE_THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

@@ -41,6 +41,10 @@ def kernels_of(name: str) -> ModuleType:
     return import_module(module_of(name))
 
 
+_WAIT = "griddepcontrol.wait"
+_ACCESSES = ("ld.global", "st.global", "red.global", "atom.global", "cp.async")
+
+
 @dataclass(frozen=True)
 class MachineCode:
     """A form of a kernel, and the bounds and counts that were derived for it."""
@@ -54,6 +58,7 @@ class MachineCode:
     counts: Mapping[str, int] = field(default_factory=dict)  # of texts in the PTX
     has: Mapping[str, bool] = field(default_factory=dict)  # texts that are there or are not
     more: Callable[[CompiledKernel, Any], None] = lambda _kernel, _form: None  # of its own
+    reads_early: bool = False  # what the previous launch does not write
     slow: bool = False
 
     @property
@@ -81,11 +86,24 @@ class MachineCode:
             if self.shared_bytes is not None:
                 assert facts.shared_bytes <= self.shared_bytes, facts
         assert unstated_roundings(kernel.ptx) == ()
+        if not self.reads_early:
+            require_waits_before_it_reads(kernel.ptx)
         if self.fused is not None:
             assert len(fused_instructions(kernel.ptx)) == self.fused
         assert {text: kernel.ptx.count(text) for text in self.counts} == self.counts
         assert {text: text in kernel.ptx for text in self.has} == self.has
         self.more(kernel, self.form)
+
+
+def require_waits_before_it_reads(ptx: str) -> None:
+    """Raise where a kernel that starts early touches memory before the previous launch has ended.
+
+    While it lives the previous launch may still write, so nothing it reads is constant.
+    """
+    assert "ld.global.nc" not in ptx or _WAIT not in ptx
+    for kernel in ptx.split(".visible .entry")[1:]:
+        for access in _ACCESSES:
+            assert not 0 <= kernel.find(access) < kernel.find(_WAIT), access
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,9 @@ def _code(target: str) -> Iterator[MachineCode]:
             pool = PoolForm(ratio, width, alone, target, few)
             usual = width == 512 and (few if ratio == 4 else not alone)
             launched = 1 if alone else 2
-            yield MachineCode("simt_compressor", pool, 168, launched=launched, slow=not usual)
+            yield MachineCode(
+                "simt_compressor", pool, 168, launched=launched, reads_early=True, slow=not usual
+            )
     for tokens, served in (*POOLS, *OTHER_POOLS):
         for ratio, width in served:
             columns = width * (2 if ratio == 4 else 1)
