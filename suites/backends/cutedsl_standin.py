@@ -76,7 +76,7 @@ def _residual_norm(p: Any, t: Given) -> Made:
 def _gemv(p: Any, t: Given) -> Made:
     require_tensor("activations", t["x"], BF16, (p.rows, p.inner), 16)
     require_tensor("weight", t["weight"], BF16, (p.columns, p.inner), 16)
-    return (t["x"].float() @ t["weight"].float().T,)
+    return ((t["x"].float() @ t["weight"].float().T).to(BF16 if p.out == "bf16" else F32),)
 
 
 def _gemm_bf16(p: Any, t: Given) -> Made:

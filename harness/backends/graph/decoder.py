@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.backends.graph.layers import V4Steps, V32Steps
-from degarble.harness.backends.graph.matrices import TILES, require_products, widely
+from degarble.harness.backends.graph.matrices import FEW_ROWS, TILES, require_products
 from degarble.harness.backends.graph.steps import (
     DecoderSize,
     MemorySize,
@@ -154,7 +154,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [T, V] for rows of the first result of `step`."""
         s = self.stepping
-        return widely(s.kernels, self.ends.head, s.head_input(self.ends, hidden))
+        return s.widely(self.ends.head, s.head_input(self.ends, hidden))
 
     def greedy(self, logits: Tensor) -> Tensor:
         """Return the likeliest token of each row, int32 [B]; ties go to the lowest index."""
@@ -351,7 +351,8 @@ class DecoderLogitsModel(LogitsModel):
 def speak_by_layers(model: OpenModel, kernels: Kernels, lanes: int = MOST_CONCURRENT) -> Paired:
     """Make a model decode by whole layers of kernels; return it as a backend's record.
 
-    Resting lanes also read experts' weights, so there are no more lanes than sequences.
+    Resting lanes also read experts' weights, so there are no more lanes than sequences, and these
+    are few rows.
     """
     if model.streamed is not None:
         raise NotBuilt(
@@ -360,7 +361,8 @@ def speak_by_layers(model: OpenModel, kernels: Kernels, lanes: int = MOST_CONCUR
         )  # fmt: skip
     bound = model.logits_model.bound
     reach = min(model.logits_model.context, POSITIONS)
-    decoder = Decoder.from_model(kernels, bound, model.recipe, min(lanes, MOST_CONCURRENT), reach)
+    lanes = min(lanes, MOST_CONCURRENT)
+    decoder = Decoder.from_model(kernels, bound, model.recipe, lanes, reach, products=FEW_ROWS)
     if kernels.device.type == "cuda":
         decoder.capture(speaks=False)  # a speaker asks for the logits of the rows that speak
     model.logits_model = DecoderLogitsModel(bound, decoder)

@@ -14,7 +14,6 @@ from degarble.harness.backends.graph.matrices import (
     CodedGroups,
     coded_product,
     dense_product,
-    widely,
 )
 from degarble.harness.backends.graph.steps import PAGE, STEP, DecoderSteps, widened
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
@@ -207,7 +206,8 @@ class V4Steps(DecoderSteps):
             assert memory.entries is not None, "a layer that compresses has entries"
             far = KeyList(slots.shape[1], self.room.pages(ratio))
             more |= {"entries_slots": slots, "entries_cache": memory.entries}
-        problem = AttentionProblem(len(x), heads.shape[1], near, far, "decode")
+        splits = self.splits(near, far) if far else self.splits(near)
+        problem = AttentionProblem(len(x), heads.shape[1], near, far, "decode", splits=splits)
         out = run("sm90_sparse_attention", problem, q=q, sink=w.sink, **more)[0]
         return self._product("attn.wo_b", w.wo_b, self._turned_back(w, out, table))
 
@@ -283,7 +283,7 @@ class V4Steps(DecoderSteps):
     def _projected(self, weights: Compressing, x: Tensor) -> Tensor:
         """Return latents, then gates, in float32."""
         if weights.joined is not None:
-            return widely(self.kernels, weights.joined, x)
+            return self.widely(weights.joined, x)
         return widened([self.multiply(matrix, x) for matrix in weights.apart])
 
     def _write_entries(
@@ -455,8 +455,9 @@ class V32Steps(DecoderSteps):
         keys = KeyList(chosen.shape[1], self.room.pages(EVERY, WITH_KEY))
         mode = "decode" if self.rows == self.room.lanes else "prefill"
         problem = AttentionProblem(
-            len(x), c.num_attention_heads, keys, mode=mode, scale=self._scale
-        )
+            len(x), c.num_attention_heads, keys, mode=mode, splits=self.splits(keys),
+            scale=self._scale,
+        )  # fmt: skip
         out = self.kernels.run(
             "sm90_sparse_attention", problem, q=self._query(w, heads, table), sink=None,
             window_slots=slots, window_cache=memory.rows,
@@ -502,7 +503,7 @@ class V32Steps(DecoderSteps):
         )  # fmt: skip
         heads = self.config.index_n_heads
         q = self.multiply(w.wq_b, qr).reshape(len(x), heads, KEY_WIDTH)
-        of_heads = widely(self.kernels, w.weights, x)
+        of_heads = self.widely(w.weights, x)
         columns, lanes = self.room.columns(EVERY), self.room.lanes
         pages = KeyPages("bf16", PAGE, keys.count)
         (scores,) = run(

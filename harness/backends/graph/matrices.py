@@ -44,10 +44,10 @@ GROUPED_FP8 = "sm90_gemm_grouped_fp8"
 TILE_OF_FP8 = 128  # rows of weights that share a scale
 STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 
-# How a graph multiplies NVFP4 by NVFP4, chosen when it is built. Tiles: codes by the GEMM. Few
-# rows: activations are quantised and decoded, exactly, and W4A16 multiplies them; the arithmetic is
-# that of the recipe, and sums have W4A16's stated order. A row's bits depend on the choice, and not
-# on how many rows a graph has.
+# How a graph multiplies, chosen when it is built. Tiles: NVFP4 codes and BF16 by the GEMMs. Few
+# rows: NVFP4 activations are quantised and decoded, exactly, and W4A16 multiplies them; BF16 is
+# multiplied by the GEMV. The arithmetic is that of the recipe, and sums have these kernels' stated
+# order. A row's bits depend on the choice, and not on how many rows such a graph has.
 TILES, FEW_ROWS = PRODUCTS = ("tiles", "few-rows")
 MOST_ROWS = 16  # up to which W4A16 has its form for decoding: docs/design-notes/w4a16_kernel.md
 
@@ -157,6 +157,8 @@ def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor, products: str = TIL
     if products == FEW_ROWS and kernel.kernel == NVFP4:
         assert matrix.input_scale is not None, "NVFP4 activations have a scale"
         return few_rows_product(kernels, matrix, decoded_rows(kernels, x_MK, matrix.input_scale))
+    if products == FEW_ROWS and kernel.kernel == BF16 and inner <= inner_held(1):
+        return by_gemv(kernels, matrix.operands["b"], x_MK, "bf16")
     if kernel.kernel == BF16:
         given: dict[str, Tensor | None] = {"a": x_MK}
     elif kernel.kernel == W4A16:
@@ -175,24 +177,31 @@ def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor, products: str = TIL
     return kernels.run(kernel.kernel, problem_here, **given, **matrix.operands)[0]
 
 
-def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
-    """Multiply BF16 rows by a BF16 weight into float32: a GEMV for few rows, else the grouped GEMM.
+def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, *, few: bool) -> Tensor:
+    """Multiply BF16 rows by a BF16 weight into float32: by the GEMV for few, else the grouped GEMM.
 
-    If the columns are not whole vectors of a GEMM, every few rows get a GEMV.
+    `few` is a fact of the graph: the rows of a call may be those that speak. If the columns are not
+    whole vectors of a GEMM, the GEMV takes all.
     """
-    (rows, inner), columns = x_MK.shape, weight_NK.shape[0]
-    most = max(each for each in ROWS if inner <= inner_held(each))
-    if rows <= most or columns % COLUMNS_MULTIPLE:
-        tensors = [
-            kernels.run(
-                "simt_gemv_bf16", GemvProblem(len(some), columns, inner), x=own(some),
-                weight=weight_NK,
-            )[0]
-            for some in x_MK.split(most)
-        ]  # fmt: skip
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    grouped = GroupedProblem(rows, 1, columns, inner, out="fp32")
+    if few or len(weight_NK) % COLUMNS_MULTIPLE:
+        return by_gemv(kernels, weight_NK, x_MK, "fp32")
+    columns, inner = weight_NK.shape
+    grouped = GroupedProblem(len(x_MK), 1, columns, inner, out="fp32")
     return kernels.run("sm90_gemm_grouped", grouped, a=x_MK, b=weight_NK)[0]
+
+
+def by_gemv(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, out: str) -> Tensor:
+    """Multiply BF16 rows by a BF16 weight, as many rows a launch as fit."""
+    columns, inner = weight_NK.shape
+    most = max(each for each in ROWS if inner <= inner_held(each))
+    tensors = [
+        kernels.run(
+            "simt_gemv_bf16", GemvProblem(len(some), columns, inner, out), x=own(some),
+            weight=weight_NK,
+        )[0]
+        for some in x_MK.split(most)
+    ]  # fmt: skip
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:

@@ -24,7 +24,9 @@ from degarble.harness.backends.graph.matrices import (
 from degarble.harness.backends.graph.weights import table_of_turns
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.attention.problem import few_token_splits
 from degarble.kernels.cache.problem import SlotsProblem, overlaps, rows_of_ring
+from degarble.kernels.gemm.gemv_problem import ROWS
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
 from degarble.kernels.moe.problem import AFTER_W2, MoeProblem
 from degarble.kernels.primitives.kv_problem import WIDTH, WITH_KEY, Pages
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from degarble.harness.backends.graph.matrices import Matrix
     from degarble.harness.backends.graph.weights import Gated, NormWeight, RoutedWeights
     from degarble.harness.model.types import Block, Rope
+    from degarble.kernels.attention.problem import KeyList
     from degarble.references.numerics import Switches
 
 
@@ -303,6 +306,15 @@ class DecoderSteps(ABC):
         """Multiply rows by a matrix, NVFP4 as the graph was built to."""
         return multiply(self.kernels, matrix, x, self.products)
 
+    def widely(self, weight: Tensor, x: Tensor) -> Tensor:
+        """Multiply BF16 rows by a BF16 weight into float32."""
+        few = self.products == FEW_ROWS or self.rows <= ROWS[-1]
+        return widely(self.kernels, weight, x, few=few)
+
+    def splits(self, *lists: KeyList) -> int:
+        """Return into how many parts a decoding step's keys are divided; 0: as the kernel does."""
+        return few_token_splits(lists) if self.products == FEW_ROWS else 0
+
     def normed(self, norm: NormWeight, x: Tensor, epsilon: float | None = None) -> Tensor:
         """Apply RMSNorm, with the config's epsilon unless another is given."""
         rows, columns = x.shape
@@ -334,7 +346,7 @@ class DecoderSteps(ABC):
             vocabulary=len(w.source) if table else 0, groups=groups[0], groups_kept=groups[1],
         )  # fmt: skip
         given = {"table": w.source, "ids": self.lanes.tokens} if table else {"bias": w.source}
-        logits = widely(self.kernels, w.gate, x)
+        logits = self.widely(w.gate, x)
         self.shown("ffn.gate", x=x, out=logits)
         experts, weights = self.kernels.run("simt_router", router, logits=logits, **given)
         tokens = {"tokens": self.lanes.tokens} if table else {}
