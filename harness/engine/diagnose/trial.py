@@ -12,7 +12,7 @@ import torch
 
 from degarble.harness.base.errors import CANNOT_RUN, DegarbleError, InvalidArgument
 from degarble.harness.engine.budget.budget import HEADROOM, judge, spacing
-from degarble.harness.engine.budget.codes_and_choices import weights_budget
+from degarble.harness.engine.budget.codes_and_choices import judge_codes, weights_budget
 from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.roles import SUMS, budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
@@ -374,6 +374,8 @@ def proof(
             found = min(found, _last_digits_ratio(candidate, call.outputs, record, name))
         if found >= worst:
             worst, words = found, text
+    if "codes" in call.outputs and worst <= HEADROOM:
+        worst = max(worst, _codes_left(context, record, call.outputs))
     return VariantFit(worst, *shares(call, candidate, variant_outputs, beyond), words)
 
 
@@ -480,11 +482,44 @@ def _coded_ratio(c: Tensor | None, m: Tensor) -> tuple[float, str]:
     """
     if c is None or c.shape != m.shape:
         return math.inf, "another shape"
+    unlike = float(_other_codes(c, m).double().mean()) if c.numel() else 0.0
+    return unlike / CODES_UNLIKE * HEADROOM, f"{share(unlike)} of codes are others"
+
+
+def _codes_left(context: ComponentContext, record: CallRecord, made: Tensors) -> float:
+    """Judge codes by how many differ without the variant, where few do.
+
+    Else a variant that changes nothing would explain a fault of few codes. Those that roundings
+    may move stay: a damaged producer moves about as many.
+    """
+    healthy = JudgeableCall.from_twin(context.bound, context.name, record.inputs, record.expected)
+    worst = 0.0
+    for name, m in made.items():
+        c, e = record.outputs.get(name), record.expected.get(name)
+        if c is None or e is None or not c.shape == m.shape == e.shape:
+            continue
+        left, before = (int(_other_codes(c, side).sum()) for side in (m, e))
+        if left <= before * _OF_BEFORE:
+            continue
+        # Codes are held against the right scales: those that follow wrong ones are no roundings.
+        legal = _legal_codes(healthy, {**record.expected, name: c}, name)
+        few = 2 * legal + max(0, before - legal) * _OF_BEFORE
+        worst = max(worst, left / few * HEADROOM if few else math.inf)
+    return worst
+
+
+def _legal_codes(call: JudgeableCall, candidate: Tensors, name: str) -> int:
+    try:
+        return judge_codes(call, candidate)[name].legal
+    except DegarbleError:
+        return 0  # undecided: what is quantised is not known
+
+
+def _other_codes(c: Tensor, m: Tensor) -> Tensor:
     equal = (c == m) | ((c != c) & (m != m))  # noqa: PLR0124  NaN
     if c.dtype.is_floating_point and c.dtype.itemsize > 1:
         equal |= (c - m).abs() <= torch.maximum(c.abs(), m.abs()) * _SCALE_UNITS
-    unlike = 1 - float(equal.double().mean()) if c.numel() else 0.0
-    return unlike / CODES_UNLIKE * HEADROOM, f"{share(unlike)} of codes are others"
+    return ~equal
 
 
 def _finite_ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[float, str]]:

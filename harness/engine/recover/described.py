@@ -444,9 +444,14 @@ def _by_squares(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
     if not held:
         return None
     variant, fit = held[0]
+    sentence = f"The outputs follow if {variant.words}{_others(held)}."
+    return Described(sentence, _LOADER, (), variant, fit)
+
+
+def _others(held: Sequence[tuple[FaultVariant, object]]) -> str:
+    """Name the variants after the first that explain the outputs as well."""
     several = " or ".join(other.words for other, _ in held[1:])
-    more = f" (or {several}: these explain it as well)" if several else ""
-    return Described(f"The outputs follow if {variant.words}{more}.", _LOADER, (), variant, fit)
+    return f" (or {several}: these explain it as well)" if several else ""
 
 
 def _by_edits(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
@@ -497,13 +502,16 @@ def _by_outputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
 
 
 def _by_earlier_calls(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
-    for record in calls[:1] if len(calls) == 1 else ():
-        for variant in earlier_rows(list(_sides(context, record)), record):
-            fit = _predicts(context, calls, variant)
-            if fit is not None:
-                sentence = f"The outputs are the right ones, but {variant.words}."
-                return Described(sentence, _CALLS, (), variant, fit)
-    return None
+    if len(calls) != 1:
+        return None
+    variants = earlier_rows(list(_sides(context, calls[0])), calls[0])
+    fits = [(variant, _predicts(context, calls, variant)) for variant in variants]
+    held = [(variant, fit) for variant, fit in fits if fit is not None]
+    if not held:
+        return None
+    variant, fit = held[0]
+    sentence = f"The outputs are the right ones, but {variant.words}{_others(held)}."
+    return Described(sentence, _CALLS, (), variant, fit)
 
 
 _CALLS = "Look at buffers that several calls share: offsets, when they are written, graph replays."
@@ -533,9 +541,8 @@ def in_some_rows(
     if not held:
         return None
     variant, worst, condition = held[0]
-    several = " or ".join(other.words for other, _, _ in held[1:])
-    more = f" (or {several}: these explain it as well)" if several else ""
-    sentence = f"The outputs follow if {variant.words}{more}."
+    others = _others([(each, fit) for each, fit, _ in held])
+    sentence = f"The outputs follow if {variant.words}{others}."
     remedy = _MASK if variant in of_keys else _READING
     return Described(sentence, remedy, (), variant, worst, context=context), condition
 
@@ -840,9 +847,7 @@ def _by_keys(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
         held = [(variant, fit) for variant, fit in fits if fit is not None]
         if held:
             variant, fit = held[0]
-            several = " or ".join(other.words for other, _ in held[1:])
-            more = f" (or {several}: these explain it as well)" if several else ""
-            sentence = f"The outputs follow if {variant.words}{more}."
+            sentence = f"The outputs follow if {variant.words}{_others(held)}."
             return Described(sentence, _MASK, (), variant, fit)
     return None
 

@@ -37,8 +37,8 @@ class EarlierRows(NamedTuple):
     most: int
     back: int
     shift: int  # rows further down than their own
-    first: int = 1  # call from which on it holds
-    last: int | None = None
+    first: int  # call from which on it holds
+    last: int | None  # call with which it ends
 
     def places(self) -> Tensor:
         """Return the row that each row holds; its own where it holds no other."""
@@ -64,7 +64,9 @@ def earlier_rows(sides: Sequence[Sides], record: CallRecord) -> Iterator[FaultVa
     side = wrong[0]
     for rule in _rules(side, rows):
         change = partial(_written_before, side.output, rule)
-        yield FaultVariant(_words(rule), with_outputs(change))
+        open_above = _gives(side, rule._replace(most=rule.most + 1))
+        words = f"{'at least ' if open_above else ''}{_words(rule)}"
+        yield FaultVariant(words, with_outputs(change))
 
 
 def _differs(side: Sides) -> Tensor:
@@ -83,30 +85,31 @@ def _rules(side: Sides, rows: tuple[int, ...]) -> Iterator[EarlierRows]:
     count = int(within[at].max()) + 1
     one = int(at[0])
     first, last = int(call_of[at[0]]), int(call_of[at[-1]])
-    ends = None if last == len(rows) - 1 else last
     near = side.equal(side.seen[one], side.right[: begins[first]], side.allowed[one])
     alike = (near.double().mean(1) >= 1 - MISSED).nonzero().flatten().tolist()
-    tried: dict[EarlierRows, None] = {}
+    tried: dict[tuple[int, int], None] = {}
     for source in alike[::-1][:MOST_SOURCES]:
         back = first - int(call_of[source])
         shift = int(within[source]) - int(within[one])
         if back <= MOST_BACK and shift >= 0:
-            begin = 1 if first == back else first
-            tried[EarlierRows(rows, count, back, shift, begin, ends)] = None
-    for rule in tried:
-        where = rule.places()
-        made = side.right[where]
-        given = side.equal(side.seen, made, side.allowed).double().mean(1) >= 1 - MISSED
-        if bool(given.all()):
-            yield rule
+            tried[shift, back] = None
+    for shift, back in sorted(tried):
+        rule = EarlierRows(rows, count, back, shift, first, last)
+        if not _gives(side, rule):
+            continue
+        # Rows that are the same in both calls do not tell when it begins and ends.
+        spans = [(back, None), (first, None), (back, last)]
+        wider = (rule._replace(first=begin, last=end) for begin, end in spans)
+        yield next((each for each in wider if _gives(side, each)), rule)
+
+
+def _gives(side: Sides, rule: EarlierRows) -> bool:
+    made = side.right[rule.places()]
+    given = side.equal(side.seen, made, side.allowed).double().mean(1) >= 1 - MISSED
+    return bool(given.all())
 
 
 def _words(rule: EarlierRows) -> str:
-    limited = [
-        min(mine, other - rule.shift) <= rule.most
-        for mine, other in zip(rule.rows[rule.back :], rule.rows, strict=False)
-    ]
-    most = "at least " if all(limited) else ""
     which = "row" if rule.most == 1 else f"{rule.most} rows"
     of = "the call before" if rule.back == 1 else f"the call {rule.back} before"
     down = f", {rule.shift} further down" if rule.shift else ""
@@ -118,7 +121,7 @@ def _words(rule: EarlierRows) -> str:
     elif rule.first > rule.back:
         when = f", from call {rule.first} of those recorded on"
     hold = "holds" if rule.most == 1 else "hold"
-    return f"{most}the first {which} of each call {hold} what {of} wrote there{down}{when}"
+    return f"the first {which} of each call {hold} what {of} wrote there{down}{when}"
 
 
 @operation

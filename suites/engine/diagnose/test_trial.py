@@ -191,16 +191,33 @@ def test_a_way_that_cannot_be_made_makes_nothing() -> None:
     assert make(model.naming(PLACE), model.sights(PLACE, None)[0], variant) is None
 
 
-@pytest.mark.parametrize(("share", "within"), [(CODES_UNLIKE / 2, True), (0.05, False)])
-def test_codes_may_differ_as_producers_of_one_dialect_do(share: float, within: bool) -> None:
+@pytest.mark.parametrize(
+    ("share", "before", "within"),
+    [
+        (CODES_UNLIKE / 2, 1.0, True),
+        (0.05, 1.0, False),
+        (CODES_UNLIKE / 2, 0.03, False),  # more than a twentieth of those that differed
+        (CODES_UNLIKE / 2, 0.0, False),  # nothing is explained
+    ],
+)
+def test_codes_may_differ_as_producers_of_one_dialect_do(
+    share: float, before: float, within: bool
+) -> None:
     model = double("v4", "nvfp4-full")
     place = f"{PLACE}.act_quant"
     context, record = model.naming(place), model.sights(place, None)[0]
-    codes = record.outputs["codes"].flatten().clone()
-    codes[: math.ceil(share * codes.numel())] ^= 1
-    variant_outputs = make(context, record, FaultVariant("nothing", lambda call: call))
+    shape = record.outputs["codes"].shape
+
+    def flipped(_inputs: object, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        codes = outputs["codes"].flatten().clone()
+        codes[len(codes) - math.floor(before * len(codes)) :] ^= 64
+        return {**outputs, "codes": codes.reshape(shape)}
+
+    variant_outputs = make(context, record, FaultVariant("flipped", with_outputs(flipped)))
     assert variant_outputs is not None
-    record.outputs["codes"] = codes.reshape(record.outputs["codes"].shape)  # type: ignore[index]
+    codes = variant_outputs.outputs["codes"].flatten().clone()
+    codes[: math.ceil(share * codes.numel())] ^= 8
+    record.outputs["codes"] = codes.reshape(shape)  # type: ignore[index]
     assert (proof(context, record, variant_outputs).ratio <= 0.7) is within
 
 

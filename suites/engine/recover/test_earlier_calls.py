@@ -57,6 +57,26 @@ def test_as_many_rows_as_two_calls_have_are_a_lower_bound() -> None:
     assert variant.words.startswith("at least the first 3 rows")
 
 
+@pytest.mark.parametrize("call", [1, 3])
+def test_equal_rows_do_not_tell_when_it_begins_or_ends(call: int) -> None:
+    """A condition is stated only where the rows of other calls differ from those before."""
+    good = right()
+    parts = good.split(ROWS)
+    parts[call][:2] = parts[call - 1][:2]
+    seen = stale(good, 2)
+    (variant,) = earlier_rows(sides(seen, good), record(seen, good))
+    assert variant.words == "the first 2 rows of each call hold what the call before wrote there"
+
+
+def test_equal_rows_do_not_tell_how_many_they_are() -> None:
+    good = right()
+    for call in (1, 2, 3):
+        good.split(ROWS)[call][1] = good[1]
+    seen = stale(good, 1)
+    (variant,) = earlier_rows(sides(seen, good), record(seen, good))
+    assert variant.words.startswith("at least the first row of each call")
+
+
 def test_rows_of_no_call_are_not_told() -> None:
     seen = stale(right(), 2)
     seen[-1] += 1
