@@ -416,8 +416,9 @@ def decoder(options: Any) -> Iterator[Part]:
     """Layers of each type at the end of 8,192 tokens."""
     config = replace(MODELS[options.model], num_hash_layers=0)
     sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-    given = Given(Remembering(settings_here()), config, experts(*sizes), options.recipe, ENTRY)
-    yield f"{options.model}, {options.recipe}, caches of FP8 entries"
+    of = Given(Remembering(settings_here()), config, experts(*sizes), options.recipe, ENTRY)
+    given = replace(of, products=options.products)
+    yield f"{options.model}, {options.recipe}, {options.products}, caches of FP8 entries"
     for lanes in options.lanes:
         spent: list[float] = []
         for ratio, count in sorted(Counter(each.ratio for each in config.layers).items()):
@@ -432,15 +433,16 @@ def decoder(options: Any) -> Iterator[Part]:
 def decoder_v32(options: Any) -> Iterator[Part]:
     """A dense layer and one of experts; --pieces adds 64 tokens of one prompt."""
     sizes = V3_2.hidden_size, V3_2.moe_intermediate_size, V3_2.n_routed_experts
-    given = Given(Remembering(settings_here()), V3_2, experts(*sizes), options.recipe, ENTRY_V32)
-    yield f"V3.2, {options.recipe}, entries of 656 bytes"
+    of = Given(Remembering(settings_here()), V3_2, experts(*sizes), options.recipe, ENTRY_V32)
+    given = replace(of, products=options.products)
+    yield f"V3.2, {options.recipe}, {options.products}, entries of 656 bytes"
     for lanes, rows in [(n, n) for n in options.lanes] + [(1, PIECE)] * options.pieces:
         spent: list[float] = []
         text = f"{rows} tokens of {lanes} sequences"
         for kind, name in TYPES_V32.items():
             blocks = [block for block in V3_2.layers if block.mlp_type is kind]
             title = f"{name}, {text}, behind {CONTEXT - 1:,} each"
-            steps = steps_of_v32(given, blocks[-1], lanes, rows)
+            steps = steps_of_v32(given if rows == lanes else of, blocks[-1], lanes, rows)
             yield step_table(title, given.kernels, steps, _added(spent, len(blocks)))
             del steps
         yield f"all {len(V3_2.layers)} layers for {text}: {sum(spent) * 1e3:.2f} ms"
@@ -515,11 +517,14 @@ def _added(spent: list[float], count: int) -> Callable[[Readings], list[str]]:
 BENCHES = {
     "decoder": Bench(
         "a decoding step of one V4 layer, and each kernel's share of it", decoder, rounds=12,
-        needs="gpu", options={"model": tuple(MODELS), "recipe": RECIPES, "lanes": (1, 64)},
+        needs="gpu", options={
+            "model": tuple(MODELS), "recipe": RECIPES, "products": PRODUCTS, "lanes": (1, 64),
+        },
     ),
     "decoder-v32": Bench(
         "a step of one V3.2 layer, and each kernel's share of it", decoder_v32, rounds=12,
-        needs="gpu", options={"recipe": RECIPES, "lanes": (1, 64), "pieces": False},
+        needs="gpu",
+        options={"recipe": RECIPES, "products": PRODUCTS, "lanes": (1, 64), "pieces": False},
     ),
     "decoder-products": Bench(
         "a decoding step by NVFP4 tiles and as few rows, one of which a graph is built for",

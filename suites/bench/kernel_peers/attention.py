@@ -7,11 +7,14 @@ once a step for all layers of a type.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.backends.graph.matrices import MOST_ROWS
+from degarble.kernels.attention.problem import few_token_splits
 from degarble.kernels.primitives.kv_problem import WIDTH
 from degarble.suites.bench import attention as bench
 from degarble.suites.bench import gpu
@@ -240,6 +243,8 @@ def decode() -> Iterator[Row]:
         for heads in several:
             for batch in BATCHES:
                 problem = problem_of(model, "decode", ENTRIES[model], batch, heads)
+                splits = few_token_splits(problem.lists) if batch <= MOST_ROWS else 0
+                problem = replace(problem, splits=splits)
                 yield row(f"{model}, {heads} heads, batch {batch}", problem, peers)
 
 

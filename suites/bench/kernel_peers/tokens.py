@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.backends.graph.matrices import FEW_ROWS, MOST_ROWS, TILES
 from degarble.harness.cli.values import settings_here
 from degarble.harness.model.config.config import V3_2, V4_FLASH
 from degarble.suites.bench import decoder as bench
@@ -149,4 +150,5 @@ def tokens() -> Iterator[LargeRow]:
 
 
 def later(name: str, given: Callable[[], bench.Given], lanes: int, wanted: float) -> Row:
-    return token_row(name, given(), lanes, wanted)
+    products = FEW_ROWS if lanes <= MOST_ROWS else TILES
+    return token_row(name, replace(given(), products=products), lanes, wanted)
