@@ -12,9 +12,9 @@ logarithm of the sum over keys, without the sink. The rotation is not undone in 
 that no slot names are never read. V3.2's queries and entries have 576 numbers, the latent and the
 rotated key, of which 512 are the value; it has one list, and no sinks (None).
 
-Decoding uses splits of 576 keys (V3.2: 1024), merged in order in a cluster or, beyond eight, by a
-second kernel. A token's bits depend on its own keys and the widths of lists, never on the other
-tokens. Never waits for the GPU. T tokens, H heads, L 512, W, K list widths.
+Decoding uses equal splits of at most 576 keys (V3.2: 1024), merged in order in a cluster or, beyond
+eight, by a second kernel. A token's bits depend on its own keys and the widths of lists, never on
+the other tokens. Never waits for the GPU. T tokens, H heads, L 512, W, K list widths.
 """
 
 from collections.abc import Callable
