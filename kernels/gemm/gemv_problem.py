@@ -28,6 +28,7 @@ LANES = 32
 GROUP = 4  # rows of the weight that a warp sums at once
 AHEAD = 2  # steps whose loads are under way while one is summed
 WARPS = 16
+EARLY_VECTORS = 1024  # of a warp's weights, asked for early; all warps' are 34 MB, L2 holds 50
 STEP = VECTOR * LANES  # values of K that a warp sums in a step
 ROWS = (1, 2, 4, 8)  # of activations: a form serves up to so many
 MOST_COLUMNS = 16_384

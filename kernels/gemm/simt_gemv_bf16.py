@@ -35,7 +35,7 @@ from degarble.kernels.gemm.gemv_problem import (
 )
 from degarble.kernels.primitives.device_words import numbers_of, warp_folded, words_of
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
 
 WORDS = VECTOR // 2
 
@@ -70,13 +70,15 @@ def gemv_kernel(
     tensors: tuple[cute.Tensor, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
 ) -> None:
     """Copy the activations to shared memory, then sum up groups of rows of the weight."""
-    follow()
     activations, weight, out = tensors
     rows, columns, vectors, steps = extents
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     walkers, _, _ = cute.arch.grid_dim()
     lane, warp = Int32(thread) % LANES, Int32(thread) // LANES
+    own = Int32(block) + Int32(walkers) * warp
+    fetch_group(weight, own, (columns, vectors), lane)
+    follow()
 
     allocator = cutlass.memory.SmemAllocator()
     held = facts.inner_held(form.rows) // VECTOR
@@ -92,9 +94,7 @@ def gemv_kernel(
     cute.arch.sync_threads()
 
     groups = (columns + (GROUP - 1)) // GROUP
-    for group in cutlass.range(
-        Int32(block) + Int32(walkers) * warp, groups, Int32(walkers) * WARPS, unroll=1
-    ):
+    for group in cutlass.range(own, groups, Int32(walkers) * WARPS, unroll=1):
         starts = [
             # Rows beyond N repeat the last one; their sums are not written.
             Int64(ops.minimum(group * GROUP + each, columns - 1)) * Int64(vectors)
@@ -127,6 +127,18 @@ def gemv_kernel(
         column, row = group * GROUP + lane % GROUP, lane // GROUP
         if (row < rows) & (column < columns):
             out[Int64(row) * Int64(columns) + Int64(column)] = mine.to(out.element_type)
+
+
+@cute.jit
+def fetch_group(weight: cute.Tensor, group: Any, extents: tuple[Any, Any], lane: Any) -> None:
+    """Ask for the first bytes of a warp's first group of weights while the previous launch runs."""
+    columns, vectors = extents
+    first = group * GROUP
+    if (lane == 0) & (first < columns):
+        count = ops.minimum(columns - first, Int32(GROUP)) * vectors
+        size = ops.minimum(count, Int32(facts.EARLY_VECTORS)) * Int32(2 * VECTOR)
+        start = weight.iterator + Int64(first) * Int64(vectors) * WORDS
+        fetch_weights(start.toint(), Uint32(size))
 
 
 def group_words(rAhead: Any, ahead: int) -> list[list[Any]]:

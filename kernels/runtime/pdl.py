@@ -11,7 +11,7 @@ preceding it; the next kernel waits for this one only, and would start too soon.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from cutlass import cute
 
@@ -36,3 +36,14 @@ def let_follow() -> None:
 def wait_for_front() -> None:
     """Wait for the previous launch; reads before this must not touch its outputs."""
     cute.arch.griddepcontrol_wait()
+
+
+def fetch_weights(address: Any, size: Any) -> None:
+    """Ask for bytes of weights in L2, before `follow`; both are multiples of 16.
+
+    Nothing is read: L2 is also where writes of the previous launch arrive, so its lines stay true.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+        write_only_types=[], read_only_args=[address, size],
+    )  # fmt: skip

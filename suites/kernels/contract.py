@@ -42,7 +42,10 @@ def kernels_of(name: str) -> ModuleType:
 
 
 _WAIT = "griddepcontrol.wait"
-_ACCESSES = ("ld.global", "st.global", "red.global", "atom.global", "cp.async")
+_ACCESSES = (
+    *("ld.global", "st.global", "red.global", "atom.global"),
+    *("cp.async.c", "cp.async.bulk.shared", "cp.async.bulk.tensor", "cp.async.bulk.global"),
+)
 
 
 @dataclass(frozen=True)
