@@ -1,13 +1,15 @@
-"""Run the cells of a notebook in order, as a kernel does, and return what they show."""
+"""Run the cells of a notebook in order, as a kernel does, and return what they show.
+
+`python -m degarble.suites.documents.notebook FILE` prints it.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+import sys
+from pathlib import Path
+from typing import Any
 
 
 def cells(path: Path) -> list[str]:
@@ -32,3 +34,9 @@ def _run(source: str, name: str, namespace: dict[str, Any]) -> Any:
         return None
     assert isinstance(last, ast.Expr)
     return eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+
+
+if __name__ == "__main__":
+    for value in run_notebook(Path(sys.argv[1])):
+        if value is not None:
+            sys.stdout.write(f"{value!r}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import pty
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from threading import Thread
 from typing import TYPE_CHECKING, Self
 
 from degarble.suites.hang_guard import HANG_SECONDS, until
@@ -37,15 +39,14 @@ class UserTerminal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        clone, programs = folder / "clone", folder / "bin"
+        clone, self._programs = folder / "clone", folder / "bin"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-        programs.mkdir()
+        self._programs.mkdir()
         # Trap: a link to the interpreter of a virtual environment does not find its packages.
-        for name, words in (("python", ""), ("degarble", " -m degarble.harness.cli.main")):
-            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{words} "$@"\n')
-            (programs / name).chmod(0o755)
-        self._environment = os.environ | {
-            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        self.program("python", f'"{sys.executable}"')
+        self.program("degarble", f'"{sys.executable}" -m degarble.harness.cli.main')
+        self.variables = os.environ | {
+            "PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(clone / ".types"),
             "TERM": "xterm-256color",
         }
@@ -54,19 +55,15 @@ class UserTerminal:
         """Run a command line to its end."""
         before = _spent()
         process, screen = self._started(line)
-        shown = []
-        while True:
-            try:
-                part = os.read(screen, _READ)
-            except OSError:  # Linux: the last process has closed the terminal
-                break
-            if not part:
-                break
-            shown.append(part)
-        os.close(screen)
+        text = _read(screen)
         status = process.wait(HANG_SECONDS)
-        text = b"".join(shown).decode("utf-8", "replace")
-        return Typed(line, status, _CONTROL.sub("", text), _spent() - before)
+        return Typed(line, status, text, _spent() - before)
+
+    def program(self, name: str, line: str) -> None:
+        """Put a program on PATH that runs `line` with the words that follow its name."""
+        file = self._programs / name
+        file.write_text(f'#!/bin/sh\nexec {line} "$@"\n')
+        file.chmod(0o755)
 
     def serve(self, line: str, port: int) -> Served:
         """Start a server in a terminal of its own, and wait until it answers."""
@@ -76,7 +73,7 @@ class UserTerminal:
         screen, theirs = pty.openpty()
         process = subprocess.Popen(
             ["bash", "-c", line], stdin=theirs, stdout=theirs, stderr=theirs,
-            cwd=self.folder, env=self._environment, start_new_session=True,
+            cwd=self.folder, env=self.variables, start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
         return process, screen
@@ -87,31 +84,53 @@ class Served:
 
     def __init__(self, terminal: UserTerminal, line: str, port: int) -> None:
         self._terminal, self._line, self._port = terminal, line, port
+        self.screen, self.seconds = "", 0.0  # printed, processor time: once the block has ended
 
     def __enter__(self) -> Self:
-        self._process, self._screen = self._terminal._started(self._line)
+        self._process, screen = self._terminal._started(self._line)
+        # Trap: a server whose terminal nobody reads stops as soon as the terminal's memory is full.
+        self._reader = Thread(target=self._keep, args=(screen,), daemon=True)
+        self._reader.start()
         until(lambda: self._process.poll() is not None or self._answers())
-        assert self._process.poll() is None, self.screen()
+        if self._process.poll() is not None:
+            self._reader.join(HANG_SECONDS)
+            raise AssertionError(self.screen)
         return self
 
     def __exit__(self, *_: object) -> None:
         os.killpg(self._process.pid, signal.SIGINT)
+        before = _spent()
         self.status = self._process.wait(HANG_SECONDS)
-        os.close(self._screen)
+        self.seconds = _spent() - before
+        self._reader.join(HANG_SECONDS)
 
-    def screen(self) -> str:
-        """Return what the server has printed since the last call."""
-        return _CONTROL.sub("", os.read(self._screen, _READ).decode("utf-8", "replace"))
+    def _keep(self, screen: int) -> None:
+        self.screen = _read(screen)
 
     def _answers(self) -> bool:
-        import http.client  # noqa: PLC0415  only for a server
-
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
         except OSError:
             return False
+        finally:
+            connection.close()
+
+
+def _read(screen: int) -> str:
+    """Return what is printed until the last process closes the terminal."""
+    shown = []
+    while True:
+        try:
+            part = os.read(screen, _READ)
+        except OSError:  # Linux: the last process has closed the terminal
+            break
+        if not part:
+            break
+        shown.append(part)
+    os.close(screen)
+    return _CONTROL.sub("", b"".join(shown).decode("utf-8", "replace"))
 
 
 def _spent() -> float:

@@ -1,25 +1,28 @@
 """A newcomer's tasks, played in a terminal with the documents' own commands and nothing else.
 
 Every line that is typed is looked up in the page that tells a user to type it. What the suite adds
-is the user's own situation: a damaged file, a kernel with a fault, a free port. The vLLM task is
-played in vLLM's environment (suites/vllm), the notebook by test_notebook.py.
+is the user's own situation: a damaged file, a kernel with a fault, a free port. `vllm` is the
+stand-in of suites/vllm, because no vLLM computes a V4 without a GPU; a notebook's cells are run in
+one process without Jupyter.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-import socket
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from degarble.harness.inference.processes import free_port
 from degarble.suites.documents.blocks import blocks
 from degarble.suites.documents.terminal import UserTerminal
 from degarble.suites.house.repository import ROOT
+from degarble.suites.vllm.vllm_served import PLANT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,7 +99,8 @@ def swap_nibbles(checkpoint: Path) -> str:
 
 
 def require(done: Typed, status: int, *words: str) -> None:
-    """Hold what a line answered: status, words, and processor time."""
+    """Hold what a line answered: status, words, and processor time, which `pytest -rP` shows."""
+    sys.stdout.write(f"{done.seconds:6.1f} s  {done.line}\n")
     assert done.status == status, done.screen
     assert [word for word in words if word not in done.screen] == [], done.screen
     assert "Traceback" not in done.screen
@@ -144,12 +148,33 @@ def test_i_have_a_torch_model_of_my_own(terminal: UserTerminal) -> None:
 
 
 @pytest.mark.slow
+def test_i_have_a_notebook(terminal: UserTerminal) -> None:
+    line = "python -m degarble.suites.documents.notebook clone/docs/notebook.ipynb"
+    require(terminal.type(line), 0, "AGREES: gemm", "M10.nibble_order", "'M02.applied_twice')]")
+
+
+@pytest.mark.slow
+def test_i_have_a_vllm_command(tmp_path: Path) -> None:
+    terminal = UserTerminal(tmp_path)
+    terminal.program("vllm", f'"{sys.executable}" -m degarble.suites.vllm.vllm_served')
+    (tmp_path / "CKPT").symlink_to(tmp_path / "clone" / SMALL)
+    line = line_of("README.md", 'degarble doctor CKPT --engine "vllm serve CKPT --port 8000"')
+    port = str(free_port())
+    line = line.replace("8000", port)
+    words = ("✓ AGREES", "Next, with the server started as you run it: degarble probe ")
+    require(terminal.type(line), 0, *words)
+    terminal.variables[PLANT] = "gate_up_swapped"
+    found = terminal.type(line)
+    require(found, 1, "≠ DIFFERS", "Layer 1, ffn.shared.w13", "Next: python degarble-doctor/")
+
+
+@pytest.mark.slow
 def test_i_have_a_server(terminal: UserTerminal) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     serve = line_of("docs/serving.md", f"degarble serve {SMALL}").replace(SMALL, f"clone/{SMALL}")
     ask = line_of("README.md", "degarble doctor http://localhost:8000")
-    with terminal.serve(f"{serve} --port {port}", port):
+    with terminal.serve(f"{serve} --port {port}", port) as server:
         answer = terminal.type(ask.replace("8000", str(port)))
-    require(answer, 0, "✓ AGREES", "From outside no component can be named")
+    together = replace(answer, seconds=answer.seconds + server.seconds)
+    require(together, 0, "✓ AGREES", "From outside no component can be named")
+    assert "Traceback" not in server.screen

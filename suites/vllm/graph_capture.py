@@ -95,12 +95,14 @@ def _planted(model: nn.Module, plant: Callable[[nn.Module], None]) -> Iterator[N
     kept = {name: parameter.data for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    plant(model)
-    yield
-    # Graphs that were recorded in here go on to read the faulty copies.
-    model.faulty = [parameter.data for parameter in model.parameters()]  # type: ignore[assignment]
-    for name, parameter in model.named_parameters():
-        parameter.data = kept[name]
+    try:
+        plant(model)
+        yield
+    finally:
+        # Graphs that were recorded in here go on to read the faulty copies.
+        model.faulty = [p.data for p in model.parameters()]  # type: ignore[assignment]
+        for name, parameter in model.named_parameters():
+            parameter.data = kept[name]
 
 
 def capture_torch(

@@ -1,4 +1,4 @@
-"""Stand in for the program `vllm`: it serves the small V4 with vLLM's names, and can be captured.
+"""Stand in for the program `vllm`: it serves a V4 in BF16 with vLLM's names, and can be captured.
 
 `python -m degarble.suites.vllm.vllm_served serve CKPT --port N --middleware M ...` answers health,
 models and completions. The middleware is the one that the line names. PLANT names faults of
@@ -12,6 +12,7 @@ import asyncio
 import importlib
 import os
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -25,7 +26,6 @@ from degarble.harness.inference.model import open_model
 from degarble.harness.model.sharding import plan
 from degarble.harness.vllm import capture as plugin
 from degarble.references.sharded import ShardedModel, Teams
-from degarble.suites.serve.proven_cases import TINY
 from degarble.suites.vllm.test_vllm_switch import Client, Worker
 from degarble.suites.vllm.vllm_stand_in import StandIn
 
@@ -74,17 +74,18 @@ def main() -> None:
     """Serve until a signal."""
     parser = argparse.ArgumentParser()
     parser.add_argument("verb", choices=["serve"])
-    parser.add_argument("model")
+    parser.add_argument("model", type=Path)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--api-key")
     parser.add_argument("--middleware", required=True)
     parser.add_argument("--worker-extension-cls", required=True, choices=[plugin.EXTENSION])
     parser.add_argument("--enforce-eager", action="store_true")
     given = parser.parse_args()
+    checkpoint = given.model.resolve()
     # The stand-in computes as the official source.
     plugin.stated_conventions = lambda method: {}  # noqa: ARG005  called by position
     planted = [name for name in os.environ.get(PLANT, "").split(",") if name]
-    with tempfile.TemporaryDirectory() as meeting, open_model(TINY) as model:
+    with tempfile.TemporaryDirectory() as meeting, open_model(checkpoint) as model:
         distributed.init_process_group(
             "gloo", init_method=f"file://{meeting}/store", rank=0, world_size=1
         )
@@ -95,7 +96,7 @@ def main() -> None:
         sharded = ShardedModel(sharding_plan, teams, bound.numerics, bound.weights)
         worker = Worker(StandIn(sharded, 0, planted), eager=given.enforce_eager)
         vocabulary = model.config.vocab_size
-        tokenizer = Tokenizer.of_checkpoint(TINY, model.checkpoint.config, vocabulary)
+        tokenizer = Tokenizer.of_checkpoint(checkpoint, model.checkpoint.config, vocabulary)
         app = application(worker, tokenizer, given.api_key, given.middleware)
         uvicorn.run(app, host="127.0.0.1", port=given.port, log_level="warning")
 

@@ -15,6 +15,7 @@ from degarble.harness.base.errors import (
     UnusableServer,
     WorkerLost,
 )
+from degarble.harness.inference.processes import free_port
 from degarble.harness.vllm import capture as plugin
 from degarble.harness.vllm.engine.command import (
     EngineCommand,
@@ -91,7 +92,7 @@ def test_a_command_line_is_told_from_a_path(text: str, is_one: bool) -> None:
 def test_an_engine_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
     script = tmp_path / "vllm.py"
     script.write_text("raise ValueError('no GPU here')")
-    command = EngineCommand.from_text(f"{sys.executable} {script} serve ck --port 18613")
+    command = EngineCommand.from_text(f"{sys.executable} {script} serve ck --port {free_port()}")
     with (
         pytest.raises(WorkerLost, match="ValueError: no GPU here"),
         recording_engine(command, tmp_path / "captures", tmp_path / "log", lambda _step: None),
@@ -123,11 +124,12 @@ def doctored(
 def test_a_healthy_engine_is_recorded_and_agrees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, document = doctored(tmp_path, capsys, 18614)
+    port = free_port()
+    status, document = doctored(tmp_path, capsys, port)
     assert (status, document["verdict"], document["headline"]) == (0, "AGREES", "AGREES")
     assert document["kernel_tested"]
     assert Path(str(document["report"])).is_file()
-    assert document["next"] == "degarble probe http://127.0.0.1:18614"
+    assert document["next"] == f"degarble probe http://127.0.0.1:{port}"
     log = (tmp_path / "out" / "engine.log").read_text()
     assert "Traceback" not in log, os.linesep + log
 
@@ -136,7 +138,7 @@ def test_a_healthy_engine_is_recorded_and_agrees(
 def test_a_loader_fault_of_an_engine_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, document = doctored(tmp_path, capsys, 18615, "gate_up_swapped")
+    status, document = doctored(tmp_path, capsys, free_port(), "gate_up_swapped")
     assert (status, document["verdict"]) == (1, "DIFFERS")
     (origin,) = document["origins"]
     assert (origin["layer"], origin["component"]) == (1, "ffn.shared.w13")
