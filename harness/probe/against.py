@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from degarble.harness.probe.server import ProbedServer
+    from degarble.harness.probe.server import ProbedServer, Prompt
     from degarble.harness.probe.session import Session
 
 _SIGNIFICANT = 0.001
@@ -53,7 +53,7 @@ class Side(Protocol):
     def gives_ids(self) -> bool:
         """Return whether tokens can be named by their ids."""
 
-    def score_text(self, text: str, *, ids: bool) -> tuple[Position, ...]:
+    def score_text(self, text: Prompt, *, ids: bool) -> tuple[Position, ...]:
         """Return the log-probabilities of a text's tokens, by ids or by their texts."""
 
 
@@ -73,9 +73,11 @@ class ServerSide:
         """Return whether tokens can be named by their ids."""
         return self.server.ids
 
-    def score_text(self, text: str, *, ids: bool) -> tuple[Position, ...]:
+    def score_text(self, text: Prompt, *, ids: bool) -> tuple[Position, ...]:
         """Return the log-probabilities of a text's tokens, by ids or by their texts."""
         server = self.server
+        if isinstance(text, tuple):
+            return server.score(text)
         if ids:
             return server.score(server.tokenize(text))
         return replace(server, ids=False).score(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from degarble.harness.inference.model import OpenModel
+    from degarble.harness.probe.server import Prompt
+
 
 @dataclass(frozen=True)
 class LocalSide:
     """An open checkpoint that scores texts."""
 
-    generator: TextGenerator
+    model: OpenModel
     name: str
     top: int
 
@@ -31,14 +35,19 @@ class LocalSide:
         """Return whether tokens can be named by their ids."""
         return True
 
-    def score_text(self, text: str, *, ids: bool) -> tuple[Position, ...]:
+    @cached_property
+    def generator(self) -> TextGenerator:
+        """Return what splits texts; a checkpoint without a tokenizer scores ids only."""
+        return TextGenerator(self.model, GenerationOptions())
+
+    def score_text(self, text: Prompt, *, ids: bool) -> tuple[Position, ...]:
         """Return the log-probabilities of a text's tokens, by ids or by their texts."""
-        model, tokenizer = self.generator.model.logits_model, self.generator.tokenizer
+        model = self.model.logits_model
 
         def spelt(number: int) -> str:
-            return token_of(number) if ids else tokenizer.decode([number])
+            return token_of(number) if ids else self.generator.tokenizer.decode([number])
 
-        numbers = self.generator.ids(text)
+        numbers = list(text) if isinstance(text, tuple) else self.generator.ids(text)
         hidden = model.hidden([Sequence()], [torch.tensor(numbers)])
         made = [Position(spelt(numbers[0]), None, {})]
         for number, row in zip(numbers[1:], hidden, strict=False):
@@ -56,4 +65,4 @@ class LocalSide:
 def open_local(folder: Path, top: int) -> Iterator[LocalSide]:
     """Open a checkpoint."""
     with open_model(folder) as model:
-        yield LocalSide(TextGenerator(model, GenerationOptions()), folder.resolve().name, top)
+        yield LocalSide(model, folder.resolve().name, top)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import cycle
+from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from degarble.harness.probe.server import Prompt
 
 # Written for this project: prose, numbers, code and lists, so that tokens of several kinds occur.
 _TEXTS = """\
@@ -97,6 +99,13 @@ Buzz Aldrin. A third astronaut, Michael Collins, stayed in orbit. They came back
 The orchestra tuned for the last time and the lights went down. The conductor raised her hands.
 For a moment there was no sound at all in the hall. Then the first violins began to"""
 PASSAGES = tuple(_TEXTS.split("\n---\n"))
+
+
+def long_ids(prompts: Sequence[Prompt], tokens: int, first: int = 0) -> tuple[int, ...]:
+    """Return so many ids of prompts one after the other, begun at one of them."""
+    ids = [prompt for prompt in prompts if isinstance(prompt, tuple)]
+    whole = [number for n in range(len(ids)) for number in ids[(n + first) % len(ids)]]
+    return tuple(islice(cycle(whole), tokens))
 
 
 def long_text(texts: Sequence[str], characters: int, first: int = 0) -> str:

@@ -25,8 +25,8 @@ from degarble.harness.probe.judging import (
 )
 from degarble.harness.probe.paired_tests import mcnemar
 from degarble.harness.probe.server import explore, within_limits
-from degarble.harness.probe.session import DEFAULT, OWN, Session
-from degarble.harness.probe.vocabulary import known_texts, texts_from_ids
+from degarble.harness.probe.session import DEFAULT, OWN, OWN_IDS, Session
+from degarble.harness.probe.vocabulary import ids_of_model, known_texts, texts_from_ids
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.probe.against import Against
     from degarble.harness.probe.client import Client
-    from degarble.harness.probe.server import ProbedServer
+    from degarble.harness.probe.server import ProbedServer, Prompt
     from degarble.harness.probe.session import ProbeOptions
 
 
@@ -176,10 +176,10 @@ def probe(
         server = explore(client, model, options.texts[::-1])
     except UnusableServer:
         with within_limits(client):
-            own = texts_from_ids(client, model) if options.prompts == DEFAULT else ()
+            own, source = _own_prompts(client, model) if options.prompts == DEFAULT else ((), "")
         if not own:
             raise
-        options = replace(options, texts=own, prompts=OWN)
+        options = replace(options, texts=own, prompts=source)
         server = explore(client, model, own[::-1])
     result = ProbeResult(server, options)
     session = Session(server, options)
@@ -215,10 +215,18 @@ def _not_begun(result: ProbeResult) -> list[ProbedCheck]:
     return [ProbedCheck(name, status=Status.CUT, reason="not begun") for name in names]
 
 
+def _own_prompts(client: Client, model: str | None) -> tuple[tuple[Prompt, ...], str]:
+    """Return prompts that the model makes where it refuses the default ones, and what they are."""
+    texts = texts_from_ids(client, model)
+    return (texts, OWN) if texts else (ids_of_model(client, model), OWN_IDS)
+
+
 def _in_known_words(server: ProbedServer, options: ProbeOptions) -> ProbeOptions:
     """Return the options with texts in words that the model knows."""
+    if options.gives_ids:
+        return options
     given = options.prompts != DEFAULT
-    texts = known_texts(server, options.texts, given=given)
+    texts = known_texts(server, options.plain_texts, given=given)
     return options if texts == options.texts else replace(options, texts=texts, prompts=OWN)
 
 

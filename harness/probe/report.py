@@ -16,7 +16,7 @@ from rich.text import Text
 from degarble.harness.probe.judging import ProbeLevel, Status
 from degarble.harness.probe.probe import rounding_alone
 from degarble.harness.probe.server import FEATURES
-from degarble.harness.probe.session import OWN
+from degarble.harness.probe.session import OWN, OWN_IDS
 from degarble.harness.report.blocks import (
     Code,
     Column,
@@ -237,6 +237,8 @@ def _lines(result: ProbeResult, folder: Path | None, width: int) -> Iterator[Tex
     yield Text(visible(f"{facts} in {result.server.client.seconds:.0f} s"), "dim")
     if result.options.prompts == OWN:
         yield Text("It knows too few of the default words: the prompts are its own texts.", "dim")
+    if result.options.prompts == OWN_IDS:
+        yield Text("It takes no texts: the prompts are token ids that it drew itself.", "dim")
     yield Text("")
     moved, divergence = rounding_alone(result.options)
     yield Text(f"{'check':<10} {'':<13}{'compared':>9} {'nats':>9} {'limit':>7} {'KL':>9}", "dim")

@@ -212,7 +212,8 @@ def _similar(session: Session, prompt: Prompt, number: int) -> list[tuple[str, P
         else:
             words = prompt.split(" ")
             at = int(share * len(words))
-            other_words = session.options.texts[(number + 1) % len(session.options.texts)].split()
+            texts = session.options.plain_texts
+            other_words = texts[(number + 1) % len(texts)].split()
             words[at] = next((w for w in other_words if w != words[at]), words[at])
             made.append((where, " ".join(words)))
     return made
@@ -317,14 +318,14 @@ def _ask_quarters(
 def _stays_silent(session: Session, whole: Prompt, variant: Prompt) -> bool:
     """Return whether two prompts give equal numbers after other endings as well."""
     for number in range(2):
-        words = session.options.texts[number].split(" ")[:6]
-        ending = session.exact(" ".join(words))
+        words = session.beginning(number)
+        ending = session.exact(words)
         pair = []
         for prompt in (whole, variant):
             if isinstance(prompt, tuple) and isinstance(ending, tuple):
                 longer: Prompt = (*prompt, *ending)
             else:
-                longer = f"{prompt} {' '.join(words)}"
+                longer = f"{prompt} {words}"
             # Twice: a cold and a cached prompt may differ in rounding.
             pair.append([session.server.complete(Ask(longer, _AHEAD)) for _ in range(2)])
         sizes = [compare(a.positions, b.positions, 0).size for a in pair[0] for b in pair[1]]

@@ -170,7 +170,9 @@ def _ask_seeds(session: Session, result: ProbedCheck) -> None:
         kept, parted = kept + alike, parted + (alike < len(same))
         moved += compare(answers[0].positions, answers[1].positions, number).distances
         if number < _OTHER_SEEDS:
-            differs = answers[0].text != answers[2].text
+            # Tokens too: a server without a tokenizer gives no text.
+            first, _, third = ((answer.text, answer.tokens) for answer in answers)
+            differs = first != third
             other_text.append((differs, _chance_of_equal(answers[0])))
     # Rounding moves a draw over its border now and then; without the seed most draws part.
     chance = binomial_tail(parted, kept + parted, _MOVED)
@@ -341,7 +343,7 @@ def usage(session: Session) -> ProbedCheck:
 def chats(session: Session) -> ProbedCheck:
     """Change one message at a time: each must matter; and hold the template against its own ids."""
     result = ProbedCheck("chat")
-    texts = session.options.texts
+    texts = session.options.plain_texts
     one, two, three = (texts[n % len(texts)] for n in range(3))
     talk = [_said("user", one), _said("assistant", two), _said("user", three)]
     changed = {

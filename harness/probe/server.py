@@ -29,6 +29,7 @@ SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")  # as tokenizers spell their spec
 _TEXTS = 4  # prompts that are tried, until one is continued
 _TOPS = (20, 5, 1)  # likeliest tokens that are asked for, until the server accepts
 _SHOWN = 160
+NO_TOKENIZER = "prompts are token ids, because no tokenizer is known"
 
 # What a check may need, and what to do where a server lacks it.
 FEATURES = {
@@ -230,7 +231,7 @@ class ProbedServer:
 # Find out what is offered.
 
 
-def explore(client: Client, model: str | None, texts: Sequence[str]) -> ProbedServer:
+def explore(client: Client, model: str | None, texts: Sequence[Prompt]) -> ProbedServer:
     """Try each feature once; raise where nothing can be asked, or not within the limits."""
     with within_limits(client):
         return _explored(client, model, texts)
@@ -249,7 +250,7 @@ def within_limits(client: Client) -> Iterator[None]:
         ) from limit  # fmt: skip
 
 
-def _explored(client: Client, model: str | None, texts: Sequence[str]) -> ProbedServer:
+def _explored(client: Client, model: str | None, texts: Sequence[Prompt]) -> ProbedServer:
     server = ProbedServer(client)
     find_model(server, model)
     text = _find_completions(server, texts)
@@ -297,7 +298,7 @@ def find_model(server: ProbedServer, model: str | None) -> None:
     server.card = next((card for card in known if card.get("id") == server.model), {})
 
 
-def _find_completions(server: ProbedServer, texts: Sequence[str]) -> str:
+def _find_completions(server: ProbedServer, texts: Sequence[Prompt]) -> Prompt:
     """Find how completions show log-probabilities; return a text that the model continues."""
     text = texts[0]
     for text in texts[:_TEXTS]:
@@ -309,15 +310,17 @@ def _find_completions(server: ProbedServer, texts: Sequence[str]) -> str:
         answer = server._read(server.call(plain), reply)[0]  # noqa: SLF001  found out here
         if answer.text:
             break
-    _find_scores(server, text)
+    find_scores(server, text)
     return text
 
 
-def _find_scores(server: ProbedServer, text: str) -> None:
+def find_scores(server: ProbedServer, text: Prompt) -> None:
     """Find how many likeliest tokens a completion shows, and whether tokens come as ids."""
     plain = Ask(text, 1)
+    # Without a tokenizer a token has no other name than its id.
+    named = {"return_tokens_as_token_ids": True} if isinstance(text, tuple) else {}
     for top in _TOPS:
-        reply = _tried(server, Ask(text, 1, {"logprobs": top}))
+        reply = _tried(server, Ask(text, 1, {"logprobs": top, **named}))
         if reply.status != 200:
             continue
         answer = server._read(server.call(plain), reply)[0]  # noqa: SLF001  found out here
@@ -335,7 +338,10 @@ def _find_scores(server: ProbedServer, text: str) -> None:
         server.ids = bool(positions) and positions[0].number is not None
 
 
-def _find_tokenizer(server: ProbedServer, text: str) -> None:
+def _find_tokenizer(server: ProbedServer, text: Prompt) -> None:
+    if isinstance(text, tuple):
+        server.lacks["tokenize"] = NO_TOKENIZER
+        return
     try:
         ids = server.tokenize(text)
     except UnusableServer as error:
@@ -349,19 +355,20 @@ def _find_tokenizer(server: ProbedServer, text: str) -> None:
         server.ids = False
 
 
-def _find_prompt_scores(server: ProbedServer, text: str, texts: Sequence[str]) -> None:
+def _find_prompt_scores(server: ProbedServer, text: Prompt, texts: Sequence[Prompt]) -> None:
     wanted = "prompt log-probabilities"
     if not server.offers("log-probabilities"):
         server.lacks[wanted] = server.lacks["log-probabilities"]
         return
     reason = "the prompt's tokens did not come back"
-    prompts = [text] if not server.ids else [server.tokenize(text)]
+    given = isinstance(text, tuple) or not server.ids
+    prompt = text if given else server.tokenize(str(text))
     for way, server.echo_new in (("echo", 0), ("echo", 1), ("prompt_logprobs", 1)):
         if way == "prompt_logprobs" and not server.ids:
             break
         server.scored_by = way
         try:
-            found = server.score(prompts[0])
+            found = server.score(prompt)
         except UnusableServer as error:
             reason = str(error.value)
             continue
@@ -375,9 +382,9 @@ def _find_prompt_scores(server: ProbedServer, text: str, texts: Sequence[str]) -
         _find_joint(server, texts)
 
 
-def _find_joint(server: ProbedServer, texts: Sequence[str]) -> bool:
+def _find_joint(server: ProbedServer, texts: Sequence[Prompt]) -> bool:
     """Find what to write between a prompt and its answer, so that both keep their tokens."""
-    answers: list[tuple[str, Answer]] = []
+    answers: list[tuple[Prompt, Answer]] = []
     for text in texts[: 2 * _TEXTS]:  # some end before there is anything to write
         answer = server.complete(Ask(text, 2))
         if server.writable(answer):
@@ -391,7 +398,7 @@ def _find_joint(server: ProbedServer, texts: Sequence[str]) -> bool:
     return False
 
 
-def _keeps_tokens(server: ProbedServer, text: str, answer: Answer) -> bool:
+def _keeps_tokens(server: ProbedServer, text: Prompt, answer: Answer) -> bool:
     """Return whether a prompt and its answer, written as one text, are the same tokens."""
     count = server.writable(answer)
     longer = server.continued(text, answer, count)
@@ -408,7 +415,10 @@ def _keeps_tokens(server: ProbedServer, text: str, answer: Answer) -> bool:
     return all(map(same_token, (p.token for p in found), (p.token for p in answer.positions)))
 
 
-def _find_chat(server: ProbedServer, text: str) -> None:
+def _find_chat(server: ProbedServer, text: Prompt) -> None:
+    if isinstance(text, tuple):
+        server.lacks |= dict.fromkeys(("chat", "chat log-probabilities"), NO_TOKENIZER)
+        return
     hello = [{"role": "user", "content": text}]
     body: dict[str, Any] = {"model": server.model, "messages": hello, "max_tokens": 1}
     reply = server.client.ask(CHAT, body | {"temperature": 0})
@@ -427,7 +437,7 @@ def _find_chat(server: ProbedServer, text: str) -> None:
     )
 
 
-def _find_fields(server: ProbedServer, text: str) -> None:
+def _find_fields(server: ProbedServer, text: Prompt) -> None:
     tries = {"several choices": {"n": 2, "temperature": 1}, "seed": {"seed": 7, "temperature": 1}}
     for feature, fields in tries.items():
         reply = _tried(server, Ask(text, 1, fields))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnusableServer
 from degarble.harness.probe.judging import compare
-from degarble.harness.probe.passages import long_text
+from degarble.harness.probe.passages import long_ids, long_text
 from degarble.harness.probe.server import Ask
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PROMPTS = 8  # that each check asks
 NEW_TOKENS = 8
 GIVEN, DEFAULT, OWN = "given", "default", "written by the model"
+OWN_IDS = "ids that the model drew"
 _CHARACTERS = 8  # a token, at most, in the texts that long prompts are made of
 
 
@@ -28,11 +29,21 @@ _CHARACTERS = 8  # a token, at most, in the texts that long prompts are made of
 class ProbeOptions:
     """What a probe does."""
 
-    texts: tuple[str, ...]
+    texts: tuple[Prompt, ...]  # all of them texts, or all of them ids
     rounding: str | None = None  # what is served, where the user says so
     max_prompt_tokens: int = 2048
     new_tokens: int = NEW_TOKENS
     prompts: str = GIVEN  # where the texts are from
+
+    @property
+    def plain_texts(self) -> tuple[str, ...]:
+        """Return the prompts that are texts."""
+        return tuple(text for text in self.texts if isinstance(text, str))
+
+    @property
+    def gives_ids(self) -> bool:
+        """Return whether the prompts are ids, so that no tokenizer is needed."""
+        return bool(self.texts) and not self.plain_texts
 
 
 @dataclass
@@ -53,9 +64,9 @@ class Session:
         texts = self.options.texts
         return self.exact(texts[number % len(texts)])
 
-    def exact(self, text: str) -> Prompt:
+    def exact(self, text: Prompt) -> Prompt:
         """Return a text as the server is asked: the same text is tokenised once."""
-        if not self.server.ids:
+        if not self.server.ids or isinstance(text, tuple):
             return text
         if text not in self._exact:
             self._exact[text] = self.server.tokenize(text)
@@ -82,8 +93,10 @@ class Session:
 
         `first` begins at another text.
         """
+        if self.options.gives_ids:
+            return long_ids(self.options.texts, tokens, PROMPTS + first)
         characters = _CHARACTERS * self.most_tokens
-        text = long_text(self.options.texts, characters, PROMPTS + first)
+        text = long_text(self.options.plain_texts, characters, PROMPTS + first)
         if self.server.ids:
             ids = self.exact(text)
             return ids[:tokens] if isinstance(ids, tuple) and len(ids) >= tokens else None
@@ -100,17 +113,23 @@ class Session:
 
     def about(self, tokens: int, first: int = 0) -> str:
         """Return a text of about so many tokens, by the stated lengths of the first prompts."""
-        texts = self.options.texts
+        texts = self.options.plain_texts
         counts = [(a.prompt_tokens or 0, len(t)) for a, t in zip(self.cold, texts, strict=False)]
         share = sum(size for _, size in counts) / max(1, sum(count for count, _ in counts))
         size = round(tokens * share) if any(count for count, _ in counts) else 4 * tokens
         return long_text(texts, size, PROMPTS + first)[:size].rsplit(" ", 1)[0]
 
-    def longer(self, text: str, number: int) -> str:
+    def longer(self, text: Prompt, number: int) -> Prompt:
         """Return a text after the words of another one, as nothing else in a session asks it."""
         texts = self.options.texts
-        other = texts[(number + 3) % len(texts)].split()
-        return f"{' '.join(other[: max(3, len(other) // 2)])} {text}"
+        other = texts[(number + 3) % len(texts)]
+        words = other if isinstance(other, tuple) else other.split()
+        return joined(words[: max(3, len(words) // 2)], text)
+
+    def beginning(self, number: int) -> Prompt:
+        """Return the first few words of a text."""
+        text = self.options.texts[number]
+        return text[:6] if isinstance(text, tuple) else " ".join(text.split(" ")[:6])
 
     def prefilled(self, prompt: Prompt, answer: Answer, number: int) -> ProbedComparison | None:
         """Compare an answer's tokens as they were decoded with the same tokens as a prompt."""
@@ -131,6 +150,13 @@ class Session:
             compare(positions, scores, number),
             body=self.server.call(Ask(prompt, count)).body,
         )
+
+
+def joined(words: Sequence[str] | Sequence[int], text: Prompt) -> Prompt:
+    """Return a text after some words of another one."""
+    if isinstance(text, tuple):
+        return (*(word for word in words if isinstance(word, int)), *text)
+    return f"{' '.join(map(str, words))} {text}"
 
 
 def add_answers(

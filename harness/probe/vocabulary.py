@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, UnusableServer
 from degarble.harness.probe.judging import compare
-from degarble.harness.probe.server import SPECIAL, Ask, ProbedServer, Prompt, find_model
+from degarble.harness.probe.server import (
+    SPECIAL,
+    Ask,
+    ProbedServer,
+    Prompt,
+    find_model,
+    find_scores,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +73,28 @@ def texts_from_ids(client: Client, model: str | None) -> tuple[str, ...]:
         return own_texts(server, [tuple(range(n + 3, n + 7)) for n in range(OWN_TEXTS)])
     except UnusableServer:  # the first refusal says more
         return ()
+
+
+def ids_of_model(client: Client, model: str | None) -> tuple[Prompt, ...]:
+    """Return prompts of ids that a model draws, for a server without a tokenizer.
+
+    Empty where the server takes no ids, or does not name its tokens by ids.
+    """
+    server = ProbedServer(client)
+    starts = [tuple(range(n + 3, n + 7)) for n in range(OWN_TEXTS)]
+    try:
+        find_model(server, model)
+        find_scores(server, starts[0])
+        if not server.ids:
+            return ()
+        found: dict[Prompt, None] = {}
+        for number, start in enumerate(starts):
+            ask = Ask(start, _OWN_TOKENS, {"temperature": 1, "seed": number})
+            drawn = server.complete(ask).positions
+            found[(*start, *(p.number for p in drawn if p.number is not None))] = None
+    except UnusableServer:  # the first refusal says more
+        return ()
+    return tuple(found)
 
 
 def own_texts(server: ProbedServer, texts: Sequence[Prompt]) -> tuple[str, ...]:

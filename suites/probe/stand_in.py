@@ -42,6 +42,7 @@ class Manner:
     engine: type[Engine] = Engine
     ids: bool = False  # as vLLM: tokens as ids, and /tokenize
     refused: tuple[str, ...] = ()  # fields that are refused
+    tokenizer: bool = True  # False: as vLLM --skip-tokenizer-init, ids in and ids out
     request: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda _path, body: body
     answer: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = lambda _body, found: found
     tokenized: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
@@ -77,6 +78,9 @@ class VllmLike:
         if scope["path"] == "/tokenize":
             await self._tokenize(asked, send)
             return
+        if self._lacks_tokenizer(scope["path"], asked):
+            await _send(send, 400, {"error": {"message": "no tokenizer was loaded"}})
+            return
         body = self._manner.request(scope["path"], dict(asked))
         wants_ids = (
             bool(body.pop("return_tokens_as_token_ids", False)) if self._manner.ids else False
@@ -87,6 +91,13 @@ class VllmLike:
                 await _send(send, 400, error)
                 return
         await self._pass_on(scope, receive, send, (asked, body, wants_ids))
+
+    def _lacks_tokenizer(self, path: str, asked: dict[str, Any]) -> bool:
+        """Return whether a request needs the tokenizer that is not there."""
+        if self._manner.tokenizer:
+            return False
+        named = asked.get("logprobs") is None or asked.get("return_tokens_as_token_ids")
+        return "chat" in path or isinstance(asked.get("prompt"), str) or not named
 
     async def _pass_on(self, scope: Any, receive: Any, send: Any, request: Any) -> None:
         asked, body, wants_ids = request
@@ -110,7 +121,7 @@ class VllmLike:
             return
         document = json.loads(found)
         if status == 200:
-            document = self._manner.answer(asked, document)
+            document = self._answered(asked, document)
             document = self._with_ids(document) if wants_ids else document
         await _send(send, status, document)
 
@@ -118,7 +129,7 @@ class VllmLike:
         lines = []
         for line in found.decode().splitlines():
             if line.startswith("data: {"):
-                event = self._manner.answer(asked, json.loads(line.removeprefix("data: ")))
+                event = self._answered(asked, json.loads(line.removeprefix("data: ")))
                 event = self._with_ids(event) if wants_ids else event
                 lines.append(f"data: {json.dumps(event)}\n\n")
             elif line.startswith("data:"):
@@ -127,8 +138,15 @@ class VllmLike:
         await send({"type": "http.response.start", "status": 200, "headers": head})
         await send({"type": "http.response.body", "body": "".join(lines).encode()})
 
+    def _answered(self, asked: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+        document = self._manner.answer(asked, document)
+        if not self._manner.tokenizer:
+            for choice in document.get("choices", []):
+                choice["text"] = ""
+        return document
+
     async def _tokenize(self, body: dict[str, Any], send: Any) -> None:
-        if not self._manner.ids:
+        if not (self._manner.ids and self._manner.tokenizer):
             await _send(send, 404, {"error": {"message": "no such path"}})
             return
         body = self._manner.tokenized(body)

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.cli.commands.probing import read_prompts
 from degarble.harness.probe.client import Client, RequestLimits
+from degarble.harness.probe.judging import Status
+from degarble.harness.probe.passages import PASSAGES
 from degarble.harness.probe.probe import CHECKS, ProbeResult, probe
 from degarble.harness.probe.report import sentence_of
-from degarble.harness.probe.session import ProbeOptions
+from degarble.harness.probe.server import NO_TOKENIZER
+from degarble.harness.probe.session import DEFAULT, OWN_IDS, ProbeOptions
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.campaigns.servers.probed_servers import healthy, session
 from degarble.suites.commands.calls import call
@@ -73,6 +78,44 @@ def test_the_command_finds_a_planted_fault_and_writes_all(
     assert "--max-prompt-tokens 140" in page
     written = [file.read_text() for file in out.iterdir()]
     assert TOKEN not in "".join([done.out, done.err, json.dumps(document), *written])
+
+
+def by_ids(model: OpenModel, planted: Manner, **limits: Any) -> ProbeResult:
+    """Probe a server without a tokenizer, with the default prompts."""
+    manner = replace(planted, ids=True, tokenizer=False)
+    with serving(model, SMALL, manner) as url:
+        options = ProbeOptions(PASSAGES, max_prompt_tokens=140, new_tokens=4, prompts=DEFAULT)
+        return probe(Client(url, None, RequestLimits(rate=1e6, **limits)), options)
+
+
+def test_a_server_without_a_tokenizer_is_asked_ids_that_it_drew(model: OpenModel) -> None:
+    result = by_ids(model, Manner(engine=ScoringEngine), requests=75)
+    assert (result.options.prompts, result.findings) == (OWN_IDS, [])
+    assert "75 requests" in result.ended
+    assert result.server.lacks["chat"] == NO_TOKENIZER
+
+
+def test_prompts_may_be_lists_of_ids(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("[1, 5, 9]\n" * 4)
+    assert read_prompts(file) == ((1, 5, 9),) * 4
+    file.write_text('"a text"\n' * 4)
+    assert read_prompts(file) == ("a text",) * 4
+    for line, told in (("[1, true]", "line 5"), ("[]", "line 5"), ("[7]", "texts and token ids")):
+        file.write_text('"a text"\n' * 4 + line)
+        with pytest.raises(InvalidArgument, match=told):
+            read_prompts(file)
+
+
+@pytest.mark.slow
+def test_a_server_without_a_tokenizer_is_judged(model: OpenModel) -> None:
+    result = by_ids(model, Manner(engine=ScoringEngine))
+    assert (result.verdict, result.options.prompts) == (Verdict.AGREES, OWN_IDS), result.findings
+    status = {check.name: check.status for check in result.checks}
+    skipped = {name for name, value in status.items() if value is Status.SKIPPED}
+    assert skipped == {"stops", "chat"}  # both need texts
+    found = by_ids(model, fault("batch-dependent kernel").manner)
+    assert found.verdict is not Verdict.AGREES
 
 
 def test_what_was_gathered_stays_when_the_limit_is_reached(model: OpenModel) -> None:

@@ -1,5 +1,6 @@
 """Command line of `degarble probe`: check a server from outside."""
 
+import json
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from degarble.harness.report.files import is_stream, require_folder
 ROUNDINGS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 _LONGEST_TOKEN = 8192
 _LARGEST_PROMPTS = 16 << 20
+_SHOWN = 100  # characters of a line that cannot be read
 _FEWEST = 4  # prompts that a probe can tell anything from
 
 
@@ -115,7 +117,7 @@ def probe(options: ProbeArguments, terminal: Terminal) -> int:
     return result.verdict.exit_status
 
 
-def _require(options: ProbeArguments) -> tuple[str, ...]:
+def _require(options: ProbeArguments) -> tuple[str | tuple[int, ...], ...]:
     """Refuse what can be refused before anything is asked; return the prompts."""
     values.existing("--token-file", options.token_file)
     values.existing("--against-token-file", options.against_token_file)
@@ -139,14 +141,42 @@ def _require(options: ProbeArguments) -> tuple[str, ...]:
         from degarble.harness.probe.passages import PASSAGES  # noqa: PLC0415  only here
 
         return PASSAGES
-    raw = read_small_file(options.prompts, _LARGEST_PROMPTS).decode("utf-8", "replace")
+    return read_prompts(options.prompts)
+
+
+def read_prompts(path: Path) -> tuple[str | tuple[int, ...], ...]:
+    """Read prompts: one a line, or, in a .jsonl file, a text or a list of token ids a line."""
+    raw = read_small_file(path, _LARGEST_PROMPTS).decode("utf-8", "replace")
     lines = tuple(line for line in raw.split("\n") if line.strip())
     if len(lines) < _FEWEST:
         raise UnreadableFile(
-            "--prompts", str(options.prompts), f"{_FEWEST} prompts at least, one a line",
+            "--prompts", str(path), f"{_FEWEST} prompts at least, one a line",
             "Add lines, or leave --prompts out.",
         )  # fmt: skip
-    return lines
+    if path.suffix != ".jsonl":
+        return lines
+    found = [_json_prompt(f"{path}: line {n}", line) for n, line in enumerate(lines, 1)]
+    if len({type(prompt) for prompt in found}) > 1:
+        raise InvalidArgument(
+            "--prompts", f"{path}: texts and token ids", "prompts of one kind",
+            "Write all as texts, or all as lists of token ids.",
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _json_prompt(place: str, line: str) -> str | tuple[int, ...]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, str) and found.strip():
+        return found
+    if isinstance(found, list) and found and all(type(n) is int and n >= 0 for n in found):
+        return tuple(found)
+    raise InvalidArgument(
+        place, line[:_SHOWN], "a JSON text, or a list of token ids",
+        "Write one JSON value a line, as in [1, 5, 9].",
+    )  # fmt: skip
 
 
 def _token(name: str, path: Path | None) -> str | None:
