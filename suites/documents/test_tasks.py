@@ -114,6 +114,7 @@ def test_i_have_a_checkpoint(terminal: UserTerminal, quantised: Path) -> None:
     damaged = swap_nibbles(quantised).removesuffix(".weight")
     found = terminal.type(line_of("README.md", "degarble doctor CKPT --reference SOURCE"))
     require(found, 1, "≠ DIFFERS", damaged, "high_even", "Open the report: degarble-doctor/")
+    assert "Next, once that is mended: degarble doctor CKPT --reference SOURCE" in found.screen
 
 
 @pytest.mark.slow

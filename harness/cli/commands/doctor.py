@@ -1,7 +1,6 @@
 """Command line of `degarble doctor`: find out what a target is, and do all that can be done."""
 
 import json
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,11 @@ from degarble.harness.cli.terminal import Terminal, refusal_document, refusal_li
 from degarble.harness.cli.values import Prompts
 from degarble.harness.report.files import require_folder, write_text
 from degarble.harness.report.number_text import visible
-from degarble.harness.report.verdict import NO_ERRORS, SEVERITY, Verdict
+from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
-    from degarble.harness.commands.doctor.plan import DoctorOptions, DoctorPlan, DoctorStep
+    from degarble.harness.commands.doctor.plan import DoctorOptions, DoctorStep
+    from degarble.harness.commands.doctor.result import DoctorOutcome, DoctorResult
     from degarble.harness.commands.doctor.target import DoctorTarget
 
 _ASKED = ("checkpoint", "server")  # kinds of targets that are asked prompts
@@ -76,17 +76,6 @@ class _StepTerminal(Terminal):
         self.documents.append(dict(document))
 
 
-@dataclass
-class _Outcome:
-    """What a step gave."""
-
-    step: "DoctorStep"
-    verdict: Verdict | None  # None where it judges nothing
-    sentence: str
-    text: str = ""
-    document: dict[str, Any] = field(default_factory=dict)
-
-
 def add(app: typer.Typer) -> None:
     """Add the command to `app`."""
     command(app, "doctor", DoctorArguments)(doctor)
@@ -99,25 +88,26 @@ def doctor(options: DoctorArguments, terminal: Terminal) -> int:
     named, with what it needs. Ctrl-C leaves what was done.
     """
     from degarble.harness.commands.doctor.plan import plan_for  # noqa: PLC0415  start-up time
+    from degarble.harness.commands.doctor.result import DoctorResult  # noqa: PLC0415  as above
 
     target, wanted = _recognised(options)
     require_folder("--out", wanted.out)
     plan = plan_for(target, wanted)
-    session = _Session(plan, wanted, terminal)
+    result = DoctorResult(plan, wanted)
     terminal.say(visible(plan.sentence))
     try:
-        session.run()
+        _Session(result, terminal).run()
     except KeyboardInterrupt:
-        session.tell(interrupted=True)
+        _tell(result, terminal, interrupted=True)
         raise
-    session.tell()
-    terminal.emit(session.document())
-    return session.verdict.exit_status
+    _tell(result, terminal)
+    terminal.emit(result.document())
+    return result.verdict.exit_status
 
 
 def _recognised(options: DoctorArguments) -> tuple["DoctorTarget", "DoctorOptions"]:
     """Return what the arguments name; refuse what does not go together, before any work."""
-    from degarble.harness.commands.doctor.plan import DoctorOptions  # noqa: PLC0415  start-up time
+    from degarble.harness.commands.doctor.plan import DoctorOptions  # noqa: PLC0415
     from degarble.harness.commands.doctor.target import TargetKind, recognise  # noqa: PLC0415
     from degarble.harness.vllm.engine.command import (  # noqa: PLC0415  as above
         EngineCommand,
@@ -167,16 +157,17 @@ def _recognised(options: DoctorArguments) -> tuple["DoctorTarget", "DoctorOption
 
 
 class _Session:
-    """Run a plan, and print its outcomes."""
+    """Run a plan; the outcomes go into `result`."""
 
-    def __init__(self, plan: "DoctorPlan", options: "DoctorOptions", terminal: Terminal) -> None:
-        self.plan, self.options, self.terminal = plan, options, terminal
-        self.outcomes: list[_Outcome] = []
+    def __init__(self, result: "DoctorResult", terminal: Terminal) -> None:
+        self.result, self.terminal = result, terminal
+        self.plan, self.options = result.plan, result.options
         self._capture: Path | None = None  # that an engine wrote
 
     def run(self) -> None:
         """Take the steps; one that is refused leaves the others."""
         from degarble.harness.commands.doctor import plan as steps  # noqa: PLC0415  start-up time
+        from degarble.harness.commands.doctor.result import DoctorOutcome  # noqa: PLC0415
 
         bodies: dict[str, Callable[[DoctorStep, _StepTerminal], int]] = {
             steps.AUDIT: _audit, steps.CAPTURE: self._record, steps.CHECK: self._check,
@@ -185,11 +176,12 @@ class _Session:
         missing = ""
         for number, step in enumerate(self.plan.done, 1):
             if step.name == steps.CHECK and missing:
-                self.outcomes.append(_Outcome(step, None, f"Left out, since {missing} was."))
+                left_out = DoctorOutcome(step, None, f"Left out, since {missing} was.")
+                self.result.outcomes.append(left_out)
                 continue
             self._announce(number, step)
             outcome = self._taken(step, bodies[step.name])
-            self.outcomes.append(outcome)
+            self.result.outcomes.append(outcome)
             if outcome.document.get("error") and step.name in steps.RECORDING:
                 missing = step.name
 
@@ -206,19 +198,21 @@ class _Session:
 
     def _taken(
         self, step: "DoctorStep", body: "Callable[[DoctorStep, _StepTerminal], int]"
-    ) -> _Outcome:
+    ) -> "DoctorOutcome":
+        from degarble.harness.commands.doctor.result import DoctorOutcome  # noqa: PLC0415  as above
+
         inner = _StepTerminal(quiet=self.terminal.quiet)
         try:
             body(step, inner)
         except DegarbleError as error:
             document = refusal_document(error)
             verdict = None if step.optional else Verdict.UNDECIDED
-            return _Outcome(step, verdict, "\n".join(refusal_lines(error)), document=document)
+            return DoctorOutcome(step, verdict, "\n".join(refusal_lines(error)), document=document)
         document = inner.documents[-1] if inner.documents else {}
         stated = document.get("verdict")
         verdict = Verdict(str(stated)) if stated else None
         text = "\n".join(inner.texts)
-        return _Outcome(step, verdict, str(document.get("sentence") or ""), text, document)
+        return DoctorOutcome(step, verdict, str(document.get("sentence") or ""), text, document)
 
     # ----------------------------------------------------------------------------------------------
     # Steps, each by the command that does it
@@ -251,7 +245,7 @@ class _Session:
         return check(asked, inner)
 
     def _engine(self, step: "DoctorStep", inner: _StepTerminal) -> int:
-        from degarble.harness.commands.doctor.plan import NEW_TOKENS  # noqa: PLC0415  as above
+        from degarble.harness.commands.doctor.plan import NEW_TOKENS  # noqa: PLC0415
         from degarble.harness.vllm.engine.command import (  # noqa: PLC0415  as above
             EngineCommand,
             recording_engine,
@@ -282,141 +276,49 @@ class _Session:
         inner.emit(judged.document() | {"sentence": sentence})
         return judged.verdict.exit_status
 
-    # ----------------------------------------------------------------------------------------------
-    # The answer
 
-    @property
-    def verdict(self) -> Verdict:
-        """Return the worst verdict; UNDECIDED where nothing was judged."""
-        told = [outcome.verdict for outcome in self.outcomes if outcome.verdict is not None]
-        return max(told, key=SEVERITY.index, default=Verdict.UNDECIDED)
+# --------------------------------------------------------------------------------------------------
+# The answer
 
-    @property
-    def wrong(self) -> list[_Outcome]:
-        """Return the steps that found something wrong."""
-        bad = (Verdict.DIFFERS, Verdict.UNSTABLE)
-        return [outcome for outcome in self.outcomes if outcome.verdict in bad]
 
-    @property
-    def kernel_tested(self) -> bool:
-        """Return whether anything but degarble's own references was run or asked."""
-        return any(
-            outcome.document.get("kernel_tested", outcome.step.name in ("probe", "judge"))
-            for outcome in self.outcomes
-            if outcome.verdict is not None
-        )
+def _tell(result: "DoctorResult", terminal: Terminal, *, interrupted: bool = False) -> None:
+    """Print verdict, steps, page and next command."""
+    from degarble.reports.page_text import verdict_line  # noqa: PLC0415  rich
 
-    @property
-    def report(self) -> str | None:
-        """Return the page that the last step wrote."""
-        pages = [outcome.document.get("report") for outcome in self.outcomes]
-        return next((page for page in reversed(pages) if page), None)
+    say = terminal.say
+    for outcome in result.wrong:
+        lines = outcome.text.splitlines()
+        say("", *(line for line in lines if not line.startswith("Open the report:")))
+    say("")
+    sentence = "Interrupted; this was done." if interrupted else result.sentence
+    say(verdict_line(result.verdict, sentence, word=result.headline))
+    for outcome in result.outcomes:
+        say(*_lines(outcome.step.name, _told(result, outcome)))
+    reached = {outcome.step.name for outcome in result.outcomes}
+    for step in result.plan.steps:
+        if step.left_out:
+            say(*_lines(step.name, f"Left out. {step.left_out}"))
+        elif step.name not in reached:
+            say(*_lines(step.name, f"Not done. {step.command}"))
+    if result.report:
+        say(f"Open the report: {result.report}")
+    if result.next:
+        say(f"Next{result.before_next}: {result.next}")
 
-    @property
-    def sentence(self) -> str:
-        """Return the verdict in one sentence."""
-        if self.wrong:
-            first = self.wrong[0]
-            return f"{first.step.name}: {first.sentence}"
-        if self.verdict is Verdict.UNDECIDED:
-            refused = next((o for o in self.outcomes if o.verdict is Verdict.UNDECIDED), None)
-            if refused is None:
-                return "Nothing was judged."
-            return f"{refused.step.name} could not be decided."
-        told = [outcome for outcome in self.outcomes if outcome.verdict is not None]
-        if len(told) == 1 and told[0].sentence and told[0].step.name != "audit":
-            return told[0].sentence
-        judged = [outcome.step.name for outcome in told]
-        alone = "" if self.kernel_tested else " No kernel was tested."
-        return f"Nothing wrong was found by {' and '.join(judged)}.{alone}"
 
-    @property
-    def next(self) -> str:
-        """Return the command to type next."""
-        from degarble.harness.commands.doctor.plan import next_command  # noqa: PLC0415  as above
+def _told(result: "DoctorResult", outcome: "DoctorOutcome") -> str:
+    if outcome in result.wrong and outcome.text:
+        return f"{outcome.verdict}, as said above."
+    if outcome.document.get("error"):
+        return outcome.sentence
+    word = outcome.document.get("headline") or outcome.verdict
+    sentence = outcome.sentence or outcome.text.rpartition("\n")[2]
+    return f"{word}. {sentence}" if word else sentence
 
-        for outcome in self.wrong:
-            for origin in outcome.document.get("origins") or ():
-                run = getattr(origin, "reproducer", None)
-                if run and outcome.step.name == "check":
-                    return shlex.join(["python", str(run)])
-            for cause in outcome.document.get("causes") or ():
-                return f"degarble faults show {cause['fault']}"
-        names = [outcome.step.name for outcome in self.wrong]
-        return next_command(self.plan.target, self.options, names)
 
-    def tell(self, *, interrupted: bool = False) -> None:
-        """Print verdict, steps, page and next command."""
-        from degarble.reports.page_text import verdict_line  # noqa: PLC0415  rich
-
-        say = self.terminal.say
-        for outcome in self.wrong:
-            lines = outcome.text.splitlines()
-            say("", *(line for line in lines if not line.startswith("Open the report:")))
-        say("")
-        sentence = "Interrupted; this was done." if interrupted else self.sentence
-        say(verdict_line(self.verdict, sentence, word=self.headline))
-        for outcome in self.outcomes:
-            say(*self._lines(outcome.step.name, self._told(outcome)))
-        reached = {outcome.step.name for outcome in self.outcomes}
-        for step in self.plan.steps:
-            if step.left_out:
-                say(*self._lines(step.name, f"Left out. {step.left_out}"))
-            elif step.name not in reached:
-                say(*self._lines(step.name, f"Not done. {step.command}"))
-        if self.report:
-            say(f"Open the report: {self.report}")
-        if self.next:
-            say(f"Next{self._before_next}: {self.next}")
-
-    @property
-    def headline(self) -> str:
-        """Return the word for the verdict: AGREES only where something foreign was compared."""
-        compared = self.kernel_tested or any(
-            outcome.document.get("against") for outcome in self.outcomes
-        )
-        return self.verdict if compared or self.verdict is not Verdict.AGREES else NO_ERRORS
-
-    @property
-    def _before_next(self) -> str:
-        """Return what the next command needs: an engine that was started here is stopped again."""
-        stopped = self.options.engine is not None and self.next.startswith("degarble probe")
-        return ", with the server started as you run it" if stopped else ""
-
-    def _told(self, outcome: _Outcome) -> str:
-        if outcome in self.wrong and outcome.text:
-            return f"{outcome.verdict}, as said above."
-        if outcome.document.get("error"):
-            return outcome.sentence
-        word = outcome.document.get("headline") or outcome.verdict
-        sentence = outcome.sentence or outcome.text.rpartition("\n")[2]
-        return f"{word}. {sentence}" if word else sentence
-
-    def _lines(self, name: str, text: str) -> Iterator[str]:
-        for number, line in enumerate(visible_lines(text)[:_SHOWN]):
-            yield f"  {name if number == 0 else '':<9} {line}"
-
-    def document(self) -> dict[str, Any]:
-        """Return all of it as a JSON document: the verdict, and the document of each step."""
-        steps = [
-            {"step": outcome.step.name, "verdict": outcome.verdict, "sentence": outcome.sentence,
-             "document": outcome.document}
-            for outcome in self.outcomes
-        ]  # fmt: skip
-        return {
-            "verdict": self.verdict,
-            "headline": self.headline,
-            "origins": [o for step in self.outcomes for o in step.document.get("origins") or ()],
-            "cosines": [c for step in self.outcomes for c in step.document.get("cosines") or ()],
-            "sentence": self.sentence,
-            "target": {"kind": self.plan.target.kind, "name": self.plan.target.name},
-            "plan": self.plan.sentence,
-            "steps": steps,
-            "left_out": {step.name: step.left_out for step in self.plan.steps if step.left_out},
-            "kernel_tested": self.kernel_tested,
-            "report": self.report,
-            "next": self.next,
-        }
+def _lines(name: str, text: str) -> Iterator[str]:
+    for number, line in enumerate(visible_lines(text)[:_SHOWN]):
+        yield f"  {name if number == 0 else '':<9} {line}"
 
 
 def visible_lines(text: str) -> list[str]:

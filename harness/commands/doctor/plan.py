@@ -262,4 +262,17 @@ def next_command(target: DoctorTarget, options: DoctorOptions, found: Sequence[s
             return 'degarble doctor CKPT --engine "vllm serve CKPT"'
         case TargetKind.CAPTURE if not found and target.backend in (None, "torch"):
             return f"degarble check {text} --backend NAME"
+        case TargetKind.CAPTURE if found and target.source is not None:
+            return shlex.join(["degarble", "audit", target.source])
+        case TargetKind.CHECKPOINT | TargetKind.KERNEL:
+            return _again(target, options)
     return ""
+
+
+def _again(target: DoctorTarget, options: DoctorOptions) -> str:
+    """Return the command that is typed again once what was found is mended."""
+    given = {
+        "--reference": options.reference, "--engine": options.engine, "--prompts": options.prompts,
+    }  # fmt: skip
+    words = [word for name, value in given.items() if value for word in (name, str(value))]
+    return shlex.join(["degarble", "doctor", target.text, *words])

@@ -73,6 +73,18 @@ def test_a_checkpoint_alone_never_claims_that_a_kernel_was_tested(
     assert "AGREES  " not in done.out
 
 
+def test_a_reference_that_differs_is_followed_by_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    differs = {"verdict": "DIFFERS", "sentence": "One weight.", "against": {"name": "bf16"}}
+    monkeypatch.setattr(checkpoints, "audit", giving(differs, said))
+    done = call(capsys, "doctor", TINY, "--reference", TINY, "--out", tmp_path / "out")
+    assert done.status == 1
+    again = f"Next, once that is mended: degarble doctor {TINY} --reference {TINY}"
+    assert done.out.splitlines()[-1] == again
+
+
 def test_a_refused_step_leaves_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], said: list[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -17,6 +17,7 @@ from degarble.harness.commands.doctor.plan import (
     CAPTURE,
     CHECK,
     ENGINE,
+    JUDGE,
     KERNELS,
     LOADER,
     PROBE,
@@ -87,6 +88,14 @@ def test_a_checkpoint_alone_is_audited_and_run_and_no_kernel_is_tested(tmp_path:
     options = DoctorOptions(tmp_path / "out")
     assert next_command(target, options, []).endswith(f'--engine "vllm serve {target.text}"')
     assert next_command(target, options, [AUDIT]).endswith("--against SOURCE")
+    compared = DoctorOptions(tmp_path / "out", tmp_path / "bf16", prompts=tmp_path / "asked")
+    again = f"degarble doctor {target.text} --reference {tmp_path}/bf16 --prompts {tmp_path}/asked"
+    for found in ([AUDIT], [CHECK], [AUDIT, CHECK]):
+        assert next_command(target, compared, found) == again
+    kernel = DoctorTarget(TargetKind.KERNEL, "k.safetensors")
+    assert next_command(kernel, options, [JUDGE]) == "degarble doctor k.safetensors"
+    run = DoctorTarget(TargetKind.CAPTURE, "run", source="a model")
+    assert next_command(run, options, [CHECK]) == "degarble audit 'a model'"
     server = recognise("http://h:1")
     assert next_command(server, options, []) == "degarble probe http://h:1 --against CKPT"
 
