@@ -17,6 +17,7 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.history.changes import (
     LEARNING,
     LONGEST,
+    TESTED,
     bands,
     counted,
     explained_changes,
@@ -98,7 +99,8 @@ class History:
         nights = max((len(nights.nights) for _, nights in self.measured), default=0)
         if nights > LEARNING:
             return ""
-        return f"learning: {nights} of {LEARNING} nights, until then no change can be found"
+        known = f"learning: {nights} of {LEARNING} nights ({TESTED} to compare with, and the last"
+        return f"{known} {LONGEST - 1}), until then no change can be found"
 
     def _stands(self, move: ExplainedChange) -> bool:
         """Whether one of its last two nights is still worse than its measure allows.

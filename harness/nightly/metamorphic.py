@@ -28,7 +28,7 @@ from degarble.harness.report.verdict import SEVERITY, Verdict
 from degarble.references.model import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -65,12 +65,16 @@ def metamorphic(config: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
         return judged(model, prompts, config)
 
 
-def prompts_of(model: OpenModel, config: NightConfig) -> list[list[int]]:
-    """Return the ids of the first prompts, cut to LENGTH tokens."""
+def prompts_of(
+    model: OpenModel, config: NightConfig, notify: Callable[[str], None] | None = None
+) -> list[list[int]]:
+    """Return the ids of the first prompts, cut to LENGTH tokens; `notify` of unknown words."""
     prompts = prompts_from(prompts_file(config))
     chat = any(isinstance(prompt, list) for prompt in prompts)
-    generator = TextGenerator(model, GenerationOptions(chat=chat))
-    return [generator.ids_of(prompt)[:LENGTH] for prompt in prompts]
+    generator = TextGenerator(model, GenerationOptions(chat=chat), notify)
+    ids = [generator.ids_of(prompt)[:LENGTH] for prompt in prompts]
+    generator.warn_of_unknown_words()
+    return ids
 
 
 def judged(model: OpenModel, prompts: list[list[int]], config: NightConfig) -> StepResult:

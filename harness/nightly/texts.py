@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from degarble.references.model import Sequence as SequenceState
 from degarble.references.numerics import Numerics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -89,8 +89,8 @@ class TextGate:
         shown = [number(each, 3) for each in (self.drift, self.low, self.high, self.healthy)]
         text = (
             f"{self.name}: drift {shown[0]} {self.unit} [{shown[1]}, {shown[2]}], healthy up to "
-            f"{shown[3]}; {self.prompts} prompts show {number(self.smallest, 3)} with "
-            f"{POWER:.0%} power."
+            f"{shown[3]}; {self.prompts} prompts show a drift of {number(self.smallest, 3)} "
+            f"{100 * POWER:.0f} times in 100."
         )
         if self.verdict is not Verdict.UNDECIDED:
             return text
@@ -194,18 +194,30 @@ class TextStatistics:
 
 def texts(config: NightConfig, results: Mapping[str, StepResult]) -> StepResult:
     """Measure the three models, and compare each statistic with its healthy range."""
+    notes: list[str] = []
     if config.captures is not None:
         if results["captures"].verdict is not Verdict.AGREES:
             return StepResult(Verdict.UNDECIDED, "There is no capture to judge.")
         voices = _captured(config, Capture.open(folders_of(results)[0]))
     else:
-        voices = _generated(config)
+        voices = _generated(config, notes.append)
     gates = []
     for name, unit in UNITS.items():
         candidate, twin, reference = (getattr(voice, name) for voice in voices)
         if candidate is not None and twin is not None and reference is not None:
             gates.append(gate(name, unit, candidate, twin, reference, MATTERS[name]))
-    return text_result(gates)
+    return with_unknown_words(text_result(gates), notes)
+
+
+def with_unknown_words(result: StepResult, notes: Sequence[str]) -> StepResult:
+    """Name the words of the prompts that the tokenizer does not know, unless all is well.
+
+    On unknown words a model's probabilities mean nothing, so they are the first suspect.
+    """
+    if result.verdict is Verdict.AGREES or not notes:
+        return result
+    unknown = notes[0].removeprefix("warning: ")
+    return replace(result, sentence=f"{result.sentence} Look at the prompts first: {unknown}.")
 
 
 def text_result(gates: list[TextGate]) -> StepResult:
@@ -247,11 +259,14 @@ def text_result(gates: list[TextGate]) -> StepResult:
     )
 
 
-def _generated(config: NightConfig) -> tuple[TextStatistics, TextStatistics, TextStatistics]:
+def _generated(
+    config: NightConfig, notify: Callable[[str], None]
+) -> tuple[TextStatistics, TextStatistics, TextStatistics]:
     """Run candidate, twin and reference over the prompts."""
     with open_model(config.reference, "bf16") as reference:
         with open_model(config.checkpoint) as twin:
-            prompts = [ids for ids in prompts_of(twin, config)[:PROMPTS] if len(ids) > 1]
+            known = prompts_of(twin, config, notify)
+            prompts = [ids for ids in known[:PROMPTS] if len(ids) > 1]
             meant = _rows(reference.logits_model, prompts)
             twins = _text_statistics(twin, prompts, meant)
         backend = AskedBackend(config.backend)

@@ -362,7 +362,8 @@ def test_a_history_that_never_was_green_says_so(tmp_path: Path) -> None:
     with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         store.add(replace(run(0), verdict=Verdict.DIFFERS))
         panel = history_panel(history_of(store, store.streams()[0]))
-    learning = "learning: 1 of 27 nights, until then no change can be found"
+    learning = "learning: 1 of 27 nights (20 to compare with, and the last 7), until then no change"
+    learning += " can be found"
     assert panel.blocks[0] == Sentence(f"{learning.capitalize()}.", Tone.NOTE)
     assert panel.blocks[1] == Sentence("No run of this history was green.", Tone.BAD)
 

@@ -40,7 +40,16 @@ from degarble.harness.nightly.metamorphic import judged as related
 from degarble.harness.nightly.night import Night, NightConfig, NightStep, StepResult
 from degarble.harness.nightly.pages import write_night
 from degarble.harness.nightly.table import STEPS
-from degarble.harness.nightly.texts import NEW_TOKENS, TextGate, gate, limits_of, quantile, texts
+from degarble.harness.nightly.texts import (
+    MATTERS,
+    NEW_TOKENS,
+    TextGate,
+    gate,
+    limits_of,
+    quantile,
+    texts,
+    with_unknown_words,
+)
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.house.repository import ROOT
 from degarble.suites.serve.talking_cases import write_speaker
@@ -264,6 +273,37 @@ def test_text_gates_on_a_model_and_on_its_captures(model: Path, tmp_path: Path) 
         assert "Not measured: echo." in result.sentence
 
 
+def test_unknown_words_are_named_where_a_gate_decides_nothing() -> None:
+    notes = ["warning: 1 word is unknown to the tokenizer"]
+    blind = StepResult(Verdict.UNDECIDED, "The prompts cannot show a drift that matters.")
+    said = "Look at the prompts first: 1 word is unknown to the tokenizer."
+    assert with_unknown_words(blind, notes).sentence == f"{blind.sentence} {said}"
+    assert with_unknown_words(blind, []) == blind
+    green = replace(blind, verdict=Verdict.AGREES)
+    assert with_unknown_words(green, notes) == green
+
+
+@pytest.mark.slow
+def test_a_blind_gate_names_the_words_that_nobody_knows(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "strange.txt"
+    prompts.write_text("quantum w7\nneutrino w8 spectra\nvolatile w9\nserendipity w6\n")
+    copied = tmp_path / "model"
+    shutil.copytree(model, copied)
+    raw = json.loads((copied / "tokenizer.json").read_text())
+    raw["model"]["unk_token"] = "w6"
+    (copied / "tokenizer.json").write_text(json.dumps(raw))
+    given = asked(copied, tmp_path, prompts=prompts)
+    for name in ("perplexity", "divergence"):
+        monkeypatch.setitem(MATTERS, name, -1.0)
+    result = texts(given, {})
+    assert (result.verdict, result.red) == (Verdict.UNDECIDED, True)
+    words = "Look at the prompts first: 5 words are unknown to the tokenizer"
+    assert words in result.sentence
+    assert "'neutrino'" in result.sentence
+
+
 def test_a_twin_may_answer_for_as_long_as_each_answer_was_let() -> None:
     new = {owner: [1] * (30 if owner == 9 else 4) for owner in range(10)}
     stated: list[Any] = [{"finish": "length"} for _ in new]
@@ -341,7 +381,7 @@ def test_default_prompts_are_words_that_the_model_knows(
     assert len({len(tokenizer.encode(prompt)) for prompt in prompts}) > 4
 
 
-def test_a_tokenizer_that_knows_all_words_gets_the_english_prompts() -> None:
+def test_a_tokenizer_that_copied_words_gets_the_english_prompts() -> None:
     whole: Any = SimpleNamespace(unknown=lambda _text: [], encode=lambda text: [1] * len(text))
     assert night_steps.known_prompts(whole) is night_steps.PROMPTS
 
@@ -452,7 +492,7 @@ def test_what_is_not_finite_differs() -> None:
 def test_the_sentence_states_noise_and_power() -> None:
     assert drawn(1, 0.0).sentence == (
         "perplexity: drift 0.00153 nats [-0.00216, 0.00523], healthy up to 0.0352; "
-        "12 prompts show 0.0396 with 80% power."
+        "12 prompts show a drift of 0.0396 80 times in 100."
     )
 
 
