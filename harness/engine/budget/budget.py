@@ -313,11 +313,13 @@ class LevelFinding:
         if self.level == KIND:
             return f"NaN or infinite on one side only: {self.measured:,.0f} elements, first {at}"
         kind, _, level = self.level.rpartition(" of ")
+        level = "group of columns" if level == "columns" else level
         place = "the whole output" if level == "whole" else f"{level} {at}".rstrip()
         measured, allowed = number(self.measured), number(self.allowed)
         text = f"{self.level} {at}".rstrip() + f": {measured}"
         if kind == "gain":
-            text = f"{place} is too large or too small by {share(self.measured)}"
+            # A mean: half an output may be off by twice as much.
+            text = f"on average {place} is too large or too small by {share(self.measured)}"
             allowed = share(self.allowed)
         elif kind == "length":
             text = f"the difference over {place} has a length of {measured}"

@@ -48,8 +48,9 @@ def lacking(context: ComponentContext, record: CallRecord) -> str:
     if more <= 0:
         return ""
     return (
-        f"Capture {more:,} more tokens to see every number that it multiplied by: that takes"
-        f" {wide + SPARE_ROWS:,} rows of rank {wide:,}, and there are {rows:,} of rank {rank:,}."
+        f"Give it {more:,} more rows of inputs (tokens, in a captured run) to see every number that"
+        f" it multiplied by: that takes {wide + SPARE_ROWS:,} rows of rank {wide:,}, and there are"
+        f" {rows:,} of rank {rank:,}."
     )
 
 

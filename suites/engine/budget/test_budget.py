@@ -121,7 +121,9 @@ def test_named_places_are_judged() -> None:
     assert found["length of head"].place == found["gain of head"].place == (1,)
     assert found["length of head"].ratio > 1
     assert {"length of expert", "gain of expert"} <= set(found)
-    assert str(found["gain of head"]).startswith("head 1 is too large or too small by 1.0 %")
+    assert str(found["gain of head"]).startswith(
+        "on average head 1 is too large or too small by 1.0 %"
+    )
 
 
 def test_a_value_of_another_kind_is_beyond_every_budget() -> None:

@@ -27,7 +27,7 @@ def _answer(rows: int, *, spoiled: bool = False) -> tuple[str, str]:
 def test_as_many_tokens_as_it_asks_for_raise_the_answer() -> None:
     level, wanted = _answer(12)
     assert level == "placed"
-    asked = re.search(r"Capture (\d+) more tokens", wanted)
+    asked = re.search(r"Give it (\d+) more rows", wanted)
     assert asked is not None, wanted
     assert int(asked[1]) == WIDE + 4 - 12
     assert _answer(12 + int(asked[1])) == ("described", "")

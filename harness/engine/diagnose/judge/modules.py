@@ -329,13 +329,18 @@ class CheckedModules(ShownAsCard):
         """Return the result in a sentence."""
         count = len(self.judged)
         if self.verdict is Verdict.AGREES:
+            if count == 1:
+                return "1 component agrees with its twin."
             return f"{count} components agree with their twins."
         if self.verdict is Verdict.UNDECIDED and self.without_bias:
             return f"Nothing was judged: {self._lacking_bias()}"
         if self.verdict is Verdict.UNDECIDED:
             return "Nothing was judged: no weight and no definition fits a captured component."
         names = ", ".join(trouble.component for trouble in self.discrepancies)
-        return f"{len(self.discrepancies)} of {count} components differ from their twins: {names}."
+        one = len(self.discrepancies) == 1
+        differ = "differs from its twin" if one else "differ from their twins"
+        components = "component" if count == 1 else "components"
+        return f"{len(self.discrepancies)} of {count} {components} {differ}: {names}."
 
     def lines(self) -> list[str]:
         """Return the full result, line by line."""
