@@ -168,6 +168,7 @@ def _last(
 #
 # The records were checked when they were made.
 
+_LONG = 24  # characters of a sentence in a cell: it keeps a width that it can be read in
 _TONE_WORDS = {
     Tone.NOTE: "Note",
     Tone.GOOD: "Good",
@@ -321,6 +322,8 @@ def cell(
         content = h("span", {"class": f"toned {tone}"}, icon(tone), text)
     if heading:
         return h("th", {**attributes, "scope": "row"}, content)
+    if column.kind is ColumnKind.TEXT and len(text) > _LONG:
+        attributes["class"] = "long"
     return h("td", attributes, content)
 
 

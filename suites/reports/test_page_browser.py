@@ -255,6 +255,23 @@ def test_nothing_runs_out_of_the_window(window: Window, tmp_path: Path, width: i
         assert window.run(TOO_WIDE, width) == []
 
 
+def test_a_sentence_in_a_table_stays_low_on_a_narrow_screen(window: Window, tmp_path: Path) -> None:
+    names = ("check", "level", "question", "compared", "nats", "largest", "limit", "KL", "result")
+    words = "Does a prompt give the same whole and in pieces?"
+    row = tuple(words if name == "question" else name for name in names)
+    panel = Panel(
+        PanelKind.PROBE, "s", Verdict.AGREES, (Table("T", tuple(map(Column, names)), (row,)),)
+    )
+    path = tmp_path / "page.html"
+    path.write_text(page_html(replace(page_of("plain"), panels=(panel,))), encoding="utf-8")
+    window.media(width=500)
+    window.open(path)
+    lines = """const cell = document.querySelector('td.long'), style = getComputedStyle(cell);
+        const [height, line] = [style.height, style.lineHeight].map(parseFloat);
+        return height / line"""
+    assert window.run(lines) < 3.5
+
+
 def test_on_paper_everything_is_unfolded_and_light(window: Window, tmp_path: Path) -> None:
     _open(window, tmp_path)
     window.media("print", "dark", 718)
