@@ -88,7 +88,7 @@ CHECKS = (
         Cause(
             "an answer depends on what is computed with it",
             "Find the smallest batch that shows it (--max-num-seqs), and capture one request in "
-            "company: kernels chosen by size, padding, and slots are the suspects.",
+            "that batch: kernels chosen by size, padding, and slots are the suspects.",
         ),
     ),
     Check(

@@ -133,7 +133,12 @@ class BisectOptions:
         ),
     ] = "check.json"
     repository: Annotated[
-        Path, typer.Option(metavar="DIR", help="The git repository to walk through.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="The git repository to walk through.",
+            show_default="the folder that you are in",
+        ),
     ] = Path()
     store: Annotated[
         str | None,
