@@ -13,6 +13,7 @@ concatenated; how many rows belong to each sequence follows from its first posit
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -209,6 +210,16 @@ def spans_of(inputs: Inputs) -> tuple[Span, ...]:
             spans,
         )
     return spans
+
+
+def rows_kept(rows: int, counts: list[int]) -> list[int]:
+    """Return how many rows of a cache are each sequence's: a sliding window keeps so many at most.
+
+    A run that began before it was recorded has fewer than any window explains.
+    """
+    window = bisect_left(range(max(counts)), rows, key=lambda w: sum(min(n, w) for n in counts))
+    kept = [min(count, window) for count in counts]
+    return kept if sum(kept) == rows else [rows // len(counts)] * len(counts)
 
 
 def _spans(positions: Tensor, offsets: Tensor) -> tuple[Span, ...]:

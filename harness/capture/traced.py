@@ -22,8 +22,8 @@ from degarble.harness.capture.files.records import Phase
 from degarble.harness.model.components import components
 from degarble.references.traced.attention import MASK, MASKED, admitted_keys
 from degarble.references.traced.evaluate import joined, view_of
-from degarble.references.traced.family import STATE, is_sequential
-from degarble.references.traced.trace import BoundaryKind
+from degarble.references.traced.family import STATE, is_sequential, transformers_config
+from degarble.references.traced.trace import EAGER, BoundaryKind, buffers_as_built
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,6 +44,7 @@ class TracedRecorder:
 
     def __init__(self, config: Any, recorder: Recorder, first_sequence: int = 0) -> None:
         self._first = first_sequence
+        self._config = config
         self._graph: Graph = config.graph
         self._recorder = recorder
         self._components = tuple(zip(components(config), self._graph.components, strict=True))
@@ -87,6 +88,7 @@ class TracedRecorder:
                 "model", type(model).__name__, f"a model with the module {missing[0]}",
                 "Capture the model that the config describes.",
             )  # fmt: skip
+        self._require_loaded(model)
         self._paths = {id(module): path for path, module in known.items()}
         begin = model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         stack.callback(begin.remove)
@@ -95,6 +97,27 @@ class TracedRecorder:
         end = model.register_forward_hook(self._end)
         stack.callback(end.remove)
         stack.enter_context(_attention_seen(self))
+
+    def _require_loaded(self, model: nn.Module) -> None:
+        """Raise where tables are those of a model that was built in a narrow dtype, not loaded.
+
+        Other tables than a loaded model's are judged.
+        """
+        held, tables = dict(model.named_buffers()), self._graph.trace.buffers
+        odd = [
+            name
+            for name in tables
+            if name in held and not held[name].is_meta and not _equal(held[name], tables[name])
+        ]
+        if not odd:
+            return
+        text, dtype = self._config.text, self._config.torch_dtype
+        coarse = buffers_as_built(transformers_config(text), dtype)
+        if all(_equal(held[name], coarse[name]) for name in odd):
+            raise InvalidArgument(
+                "model", odd[0], f"a model that was loaded: this table was computed in {dtype}",
+                "Save the model and load it: save_pretrained(FOLDER), from_pretrained(FOLDER).",
+            )  # fmt: skip
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -119,7 +142,7 @@ class TracedRecorder:
         cache = named.get(cache_argument(model))
         self._past = self._length_of(cache)
         self._shape = batch, time = ids.shape[0], ids.shape[1]
-        seen = self._seen_columns(named.get("attention_mask"))
+        seen = self._seen_columns(model, named.get("attention_mask"))
         self._padding, self._columns = None if bool(seen.all()) else seen, seen
         positions = (seen.cumsum(1) - 1)[:, self._past :]
         self._require_counted(model, named.get("position_ids"), positions)
@@ -141,15 +164,16 @@ class TracedRecorder:
         self._begun.clear()
         self._left.clear()
 
-    def _seen_columns(self, mask: Any) -> Tensor:
+    def _seen_columns(self, model: nn.Module, mask: Any) -> Tensor:
         """Return which columns of the batch, those of earlier calls included, are no padding."""
         batch, time = self._shape
         shape = batch, self._past + time
-        if isinstance(mask, dict):  # one for each kind of layer
-            mask = mask.get("full_attention", next(iter(mask.values()), None))
-        if mask is None:
+        masks = list(mask.values()) if isinstance(mask, dict) else [mask]  # of each kind of layer
+        if masks == [None] and not isinstance(mask, dict):
             return torch.ones(shape, dtype=torch.bool)
-        seen = mask
+        if isinstance(mask, dict):
+            mask = mask.get("full_attention", next(iter(masks), None))
+        seen = torch.ones(shape, dtype=torch.bool) if mask is None else mask
         if isinstance(mask, torch.Tensor) and mask.ndim == 4:
             seen = self._seen_by_queries(mask)
         elif isinstance(mask, torch.Tensor) and mask.ndim == 2:
@@ -160,6 +184,7 @@ class TracedRecorder:
                 f"which tokens are no padding {list(shape)}, the same for all queries",
                 "Record the model without a mask of its own.",
             )  # fmt: skip
+        self._require_own_masks(model, masks, seen.bool().cpu())
         if not bool(seen.all()) and self._needs_every_row:
             raise InvalidArgument(
                 "attention_mask", f"{int((seen == 0).sum())} tokens of padding",
@@ -175,9 +200,8 @@ class TracedRecorder:
         tokens, and has columns for as many as the cache keeps.
         """
         batch, time = self._shape
-        last = self._past + time
-        first = max(0, last - mask.shape[-1])
-        admitted = (mask if mask.dtype is torch.bool else mask >= 0)[:, 0, :, : last - first].cpu()
+        first = max(0, self._past + time - mask.shape[-1])
+        admitted = self._admitted(mask)
         if admitted.shape[:2] != (batch, time):
             return None
         new = admitted[..., self._past - first :].diagonal(dim1=1, dim2=2)
@@ -186,15 +210,55 @@ class TracedRecorder:
         if earlier.shape[1] != self._past:
             return None
         seen = torch.cat([earlier, new], 1)
-        attention = (
-            each for each in self._graph.trace.boundaries if each.kind is BoundaryKind.ATTENTION
+        known = any(self._is_made_by(by, mask, seen) for by in (None, *self._mask_functions()))
+        return seen if known else None
+
+    def _admitted(self, mask: Tensor) -> Tensor:
+        """Return which keys each new token sees by a mask, for as many as there are so far."""
+        last = self._past + self._shape[1]
+        admitted = (mask if mask.dtype is torch.bool else mask >= 0)[:, 0]
+        return admitted[..., : min(last, mask.shape[-1])].cpu()
+
+    def _mask_functions(self) -> list[Any]:
+        """Return the functions by which the model itself masks attention."""
+        found = (
+            each.facts.get(MASK)
+            for each in self._graph.trace.boundaries
+            if each.kind is BoundaryKind.ATTENTION and MASK not in each.inputs
         )
-        masks = {id(None): None, **{id(by): by for by in (e.facts.get(MASK) for e in attention)}}
-        for by in masks.values():
-            own = admitted_keys(by, time, last - first, first) & seen[:, None, first:]
-            if torch.equal(admitted, own):
-                return seen
-        return None
+        return list({id(by): by for by in found}.values())
+
+    def _is_made_by(self, by: Any, mask: Tensor | None, seen: Tensor) -> bool:
+        """Return whether a mask is that of a function, where no query is padding; None: causal."""
+        time, last = self._shape[1], self._past + self._shape[1]
+        first = 0 if mask is None else max(0, last - mask.shape[-1])
+        begins = seen.int().argmax(1)  # where a sequence counts its positions from
+        own = torch.stack(
+            [admitted_keys(by, time, last - first, first - begin) for begin in begins.tolist()]
+        )
+        causal = admitted_keys(None, time, last)[None]
+        admitted = causal if mask is None else self._admitted(mask)
+        own &= seen[:, None, first:]
+        if admitted.shape[1:] != own.shape[1:]:
+            return False
+        return not bool(((admitted != own) & seen[:, self._past :, None]).any())
+
+    def _require_own_masks(self, model: Any, masks: list[Any], seen: Tensor) -> None:
+        """Raise where masks that generate() made for a model are not those that it makes itself.
+
+        Gemma 3 that looks ahead is given causal ones where its cache is static.
+        """
+        made = [each for each in masks if each is None or each.ndim == 4]
+        plain = getattr(model.config, "_attn_implementation", "") in {EAGER, "sdpa"}
+        if len(made) < len(masks) or not plain:
+            return
+        for by in self._mask_functions():
+            if not any(self._is_made_by(by, mask, seen) for mask in made):
+                raise InvalidArgument(
+                    "attention_mask", [list(each.shape) for each in made if each is not None],
+                    "the masks that this model makes itself: generate() made others",
+                    "Record it with a cache that grows, not a static one.",
+                )  # fmt: skip
 
     @property
     def _needs_every_row(self) -> bool:
@@ -464,6 +528,10 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for part in value for tensor in _tensors(part)]
     return []
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.cpu().to(other.dtype), other)
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

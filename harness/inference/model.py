@@ -126,6 +126,11 @@ class OpenModel:
         """The model's config, of its family's own class."""
         return self.logits_model.config
 
+    @property
+    def store(self) -> torch.dtype:
+        """The dtype in which the model holds its results."""
+        return self.logits_model.bound.numerics.store
+
     def close(self) -> None:
         """Close the files."""
         if self.streamed is not None:

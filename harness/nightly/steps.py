@@ -360,7 +360,7 @@ def _checked(config: NightConfig, capture: Path) -> StepResult:
         capture, config.reference, config.checkpoint, device=device, screen=config.screen
     )
     with checking.CheckRun(wanted) as opened:
-        collector = StatisticsCollector(opened.model.config)
+        collector = StatisticsCollector(opened.model.config, opened.model.store)
         cases = config.folder / "reproducers" / f"{config.name}-{capture.name}"
         result = opened.judge(collector, cases=cases)
         sentence = check_sentence(result)

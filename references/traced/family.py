@@ -26,7 +26,13 @@ from degarble.harness.model.sites import Port, Site
 from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
 from degarble.references import linears
 from degarble.references.binding import BoundModel, FetchedWeights
-from degarble.references.facts import ModelFacts, formats_by_block, local_name, spans_of
+from degarble.references.facts import (
+    ModelFacts,
+    formats_by_block,
+    local_name,
+    rows_kept,
+    spans_of,
+)
 from degarble.references.linears import (
     InputQuantiser,
     activation_values,
@@ -655,7 +661,7 @@ def by_sequence(traced: TracedComponent, inputs: Inputs) -> Iterator[tuple[dict[
     """Yield the inputs of each sequence, and how many rows of the outputs are asked for."""
     spans = spans_of(inputs)
     if traced.kind is BoundaryKind.ATTENTION:
-        lengths = _lengths(inputs["key"].shape[0], [span.stop for span in spans])
+        lengths = rows_kept(inputs["key"].shape[0], [span.stop for span in spans])
         begun = 0
         for span, length in zip(spans, lengths, strict=True):
             keys = slice(begun, begun + length)
@@ -692,17 +698,7 @@ def by_sequence(traced: TracedComponent, inputs: Inputs) -> Iterator[tuple[dict[
 
 def _earlier(inputs: Inputs, spans: tuple[Span, ...]) -> list[int]:
     states = [rows.shape[0] for name, rows in inputs.items() if name.startswith(STATE)]
-    return _lengths(states[0] if states else 0, [span.start for span in spans])
-
-
-def _lengths(rows: int, counts: list[int]) -> list[int]:
-    """Return how many rows of a cache are each sequence's: a sliding window keeps so many at most.
-
-    A run that began before it was recorded has fewer than any window explains.
-    """
-    windows = ([min(count, most) for count in counts] for most in range(max(counts), -1, -1))
-    even = [rows // len(counts)] * len(counts)
-    return next((kept for kept in windows if sum(kept) == rows), even)
+    return rows_kept(states[0] if states else 0, [span.start for span in spans])
 
 
 class TracedModel(BoundModel):

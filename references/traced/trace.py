@@ -699,6 +699,21 @@ def built(config: Any, dtype: torch.dtype, **chosen: str) -> nn.Module:
     return found
 
 
+def buffers_as_built(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Compute the buffers that no checkpoint holds as building a model in a dtype does.
+
+    Tables that are computed in torch's default dtype are coarser than those of a loaded model.
+    """
+    before = torch.get_default_dtype()
+    with torch.inference_mode(mode=False), _disable_current_modes():
+        model = built(config, dtype)
+        torch.set_default_dtype(dtype)
+        try:
+            return _buffers_of(model)
+        finally:
+            torch.set_default_dtype(before)
+
+
 def _traceable(config: Any, dtype: torch.dtype) -> nn.Module:
     """Return the model to trace; raise where it counts positions by padding."""
     found = built(config, dtype, attn_implementation=EAGER, experts_implementation=EXPERTS)

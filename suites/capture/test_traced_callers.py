@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.recorder import MemoryRun, Recorder
 from degarble.harness.capture.traced import recording
+from degarble.references.traced.family import TracedConfig
 from degarble.suites.references.traced.traced_models import built, config_of, weights_of
 from degarble.suites.support.traced_runs import judged_run, prompt, recorded
 
@@ -44,6 +46,10 @@ def _generated(model: Any, ids: torch.Tensor, padding: int = 0, **more: Any) -> 
 
 def _padded_left(model: Any, ids: torch.Tensor) -> None:
     _generated(model, ids, _PADDING)
+
+
+def _padded_to_one_token(model: Any, ids: torch.Tensor) -> None:
+    _generated(model, ids, ids.shape[1] - 1)
 
 
 def _padded_right(model: Any, ids: torch.Tensor) -> None:
@@ -102,6 +108,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         ("phi", _generated),
         # A chunk begins among the decoding steps; the cache keeps one chunk.
         ("llama4_text", _generated),
+        # It keeps as many columns of every sequence, which are fewer rows of a short one.
+        ("llama4_text", _padded_to_one_token),
         pytest.param("gemma3_text", _padded_left, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", _padded_left, marks=pytest.mark.slow),
         # Latents of a static cache are projected where nothing was written yet, too.
@@ -128,6 +136,84 @@ def test_a_fault_among_padding_is_placed() -> None:
 
     found = _judged("llama", call)
     assert [origin.component for origin in found.origins] == ["layers.1.self_attn.o_proj"]
+
+
+def test_a_fault_in_what_a_short_and_a_long_sequence_left_is_placed() -> None:
+    def call(model: Any, ids: torch.Tensor) -> None:
+        mask = torch.ones_like(ids)
+        mask[0, :-1] = 0
+        at = (mask.cumsum(1) - 1).clamp(min=0)
+        out = model(input_ids=ids * mask, attention_mask=mask, position_ids=at, use_cache=True)
+        out.past_key_values.layers[0].keys[1, :, -2] *= 1.02
+        mask = torch.cat([mask, mask[:, -1:]], 1)
+        model(
+            input_ids=ids[:, :1], attention_mask=mask, position_ids=at[:, -1:] + 1,
+            past_key_values=out.past_key_values, use_cache=True,
+        )  # fmt: skip
+
+    found = _judged("llama4_text", call, **_SETTINGS["llama4_text"])
+    (origin,) = found.origins
+    assert str(origin.site) == "layers.0.self_attn.cache.in.state_key"
+    assert dict(origin.where) == {"row": 6}  # one of the first sequence, and seven
+
+
+_HALF = torch.float16
+
+
+@pytest.mark.slow
+def test_what_prefill_holds_in_float32_decoding_may_hold_in_float16() -> None:
+    found = _judged("nemotron_h", _generated, _HALF)
+    assert [origin.component for origin in found.origins] == []
+    assert found.verdict == "AGREES"
+
+
+@pytest.mark.slow
+def test_a_fault_in_what_is_held_in_float16_is_placed() -> None:
+    def call(model: Any, ids: torch.Tensor) -> None:
+        model.model.layers[0].mixer.norm.weight.data *= 1.02
+        _generated(model, ids)
+
+    found = _judged("nemotron_h", call, _HALF)
+    assert [origin.component for origin in found.origins] == ["layers.0.mixer.norm"]
+
+
+_GPTJ: dict[str, Any] = {
+    "n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 8, "vocab_size": 128, "n_positions": 64,
+}  # fmt: skip
+
+
+def _judged_gptj(change: Callable[[torch.nn.Module], None]) -> Any:
+    dtype = torch.bfloat16
+    model: Any = built("gptj", dtype, settings=_GPTJ)
+    raw = {**_GPTJ, "model_type": "gptj", "dtype": "bfloat16"}
+    config, weights = TracedConfig.of(raw), weights_of(model)
+    change(model)
+    return judged_run(config, weights, recorded(model, config, prompt(config), 0))
+
+
+def _load_tables(model: Any, factor: float = 1.0) -> None:
+    """Compute tables as loading does: in torch's default dtype, which it leaves alone."""
+    for block in model.transformer.h:
+        model._init_weights(block.attn)
+        block.attn.embed_positions *= factor
+
+
+def test_tables_of_a_model_that_was_never_loaded_are_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match=r"embed_positions.*computed in torch.bfloat16"):
+        _judged_gptj(lambda _model: None)
+    assert _judged_gptj(_load_tables).verdict == "AGREES"
+
+
+def test_other_tables_than_a_loaded_models_are_a_finding() -> None:
+    found = _judged_gptj(partial(_load_tables, factor=1.02))
+    first = found.origins[0]
+    assert first.component == "layers.0.attn_input"
+
+
+_AHEAD: dict[str, Any] = {
+    "use_bidirectional_attention": True,
+    "layer_types": ["full_attention"] * 2,
+}
 
 
 def _packed(model: Any, ids: torch.Tensor) -> None:
@@ -165,13 +251,25 @@ def _autocast(model: Any, ids: torch.Tensor) -> None:
         ("llama", _autocast, "autocast = 'torch.bfloat16'"),
         ("lfm2", _padded_right, "attention_mask = '6 tokens of padding'"),
         ("bloom", _padded_right, "attention_mask = '6 tokens of padding'"),
+        # generate() makes causal masks for a static cache, of a model that looks ahead as well.
+        ("gemma3_text", _static_padded, "the masks that this model makes itself"),
+        ("gemma3_text", _static, "the masks that this model makes itself"),
     ],
 )
 def test_a_run_that_no_twin_repeats_is_refused_by_name(
     name: str, call: Call, expected: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=expected):
-        _judged(name, call)
+        _judged(name, call, **(_AHEAD if name == "gemma3_text" else {}))
+
+
+def test_causal_attention_of_a_model_that_looks_ahead_is_a_finding() -> None:
+    def call(model: Any, ids: torch.Tensor) -> None:
+        model.config.use_bidirectional_attention = False
+        _padded_left(model, ids)
+
+    found = _judged("gemma3_text", call, **_AHEAD)
+    assert found.origins[0].component == "layers.0.self_attn.attention"
 
 
 def _longrope(short: int) -> dict[str, Any]:

@@ -364,7 +364,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
         if options.report is not None:
             from degarble.harness.commands.check.output_statistics import StatisticsCollector  # noqa: PLC0415  as above
 
-            looker = StatisticsCollector(opened.model.config)
+            looker = StatisticsCollector(opened.model.config, opened.model.store)
         chosen = _spread(options, terminal, devices, stack)
         elsewhere = SpreadCheck(opened, chosen, looking=looker is not None)
         components = len({call.component for call in opened.capture.calls})

@@ -93,8 +93,8 @@ class _OutputStatistics:
 class StatisticsCollector:
     """A callback for every replay that collects statistics of each output."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, store: torch.dtype = torch.bfloat16) -> None:
+        self._config, self._store = config, store
         self._statistics: dict[str, dict[str, _OutputStatistics]] = {}
         self._told: dict[str, dict[str, MeasuredOutput]] = {}  # of components judged elsewhere
 
@@ -119,7 +119,7 @@ class StatisticsCollector:
             return
         outputs, expected = replay.batch.outputs, replay.expected
         kept = {name: tensor for name, tensor in expected.items() if name in outputs}
-        broken = wrong_forms(outputs, kept)
+        broken = wrong_forms(outputs, kept, self._store)
         sound = {name: tensor for name, tensor in kept.items() if name not in broken}
         pairs = aligned(outputs, sound)
         for name, result in judged.items():

@@ -177,7 +177,7 @@ def _additions(
             except CANNOT_RUN:
                 return None
             outputs = run.outputs(call)
-            if wrong_forms(outputs, expected):
+            if wrong_forms(outputs, expected, known.twin.numerics.store):
                 # Outputs of another form cannot be subtracted, so they replace the twin's.
                 sides = {n: (output, None) for n, output in outputs.items()}
             else:

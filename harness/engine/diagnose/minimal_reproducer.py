@@ -275,7 +275,7 @@ class Case:
             return {n: _arrived(n, output, self.inputs[n]) for n, output in outputs.items()}
         with torch.inference_mode():
             made = self.twin.calls[self.component](self.inputs, self.weights)
-        wrong = wrong_forms(outputs, made)
+        wrong = wrong_forms(outputs, made, self.twin.numerics.store)
         if wrong:
             return wrong
         both = aligned(outputs, made)
@@ -471,7 +471,7 @@ def _fewest_rows(case: Case) -> Case:
     """Keep the rows that differ most, as few as are still beyond the budget."""
     with torch.inference_mode():
         made = case.twin.calls[case.component](case.inputs, case.weights)
-    if wrong_forms(case.captured, made):
+    if wrong_forms(case.captured, made, case.twin.numerics.store):
         return case
     count = next(iter(made.values())).shape[0]
     apart = torch.zeros(count, dtype=torch.float64)

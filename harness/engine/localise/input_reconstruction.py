@@ -18,6 +18,7 @@ from degarble.harness.model.config.config import compressor_windows
 from degarble.harness.model.family import VIEW, family_of
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.model.types import LayerType
+from degarble.references.facts import rows_kept
 from degarble.references.traced.evaluate import joined
 
 if TYPE_CHECKING:
@@ -260,10 +261,11 @@ class InputReconstruction:
         if source is None:
             return False, None
         own, found, parts = name in _POOLED_STATE, [], self._parts[step.number]
-        # A memory that forgets keeps as many rows of every sequence.
+        starts = [part.start for part in parts]
         rows = kept.shape[0] if kept and kept.shape else 0
-        held = rows // len(parts) if rows < sum(part.start for part in parts) else rows
-        for part in parts:
+        # A memory that forgets keeps the last rows of every sequence, of a short one all.
+        held = rows_kept(rows, starts) if rows < sum(starts) else starts
+        for part, count in zip(parts, held, strict=True):
             made = self._before(step, part, source, _view_of(component, name))
             if made is None:
                 return False, None
@@ -271,7 +273,7 @@ class InputReconstruction:
                 made = made[-1:] or self._empty(step, component, name)
                 if not made:
                     return False, None
-            found += self._window(name, self._remembered(component, part.start, held, made))
+            found += self._window(name, self._remembered(component, part.start, count, made))
         if not found:
             return True, None
         return True, torch.stack(found) if own else joined(found)

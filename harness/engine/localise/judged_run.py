@@ -222,9 +222,21 @@ class Judge:
             made.rows |= {
                 name: OutputRow(component, name) for name in batch.outputs if name not in made.rows
             }
-            _count(made, replay)
+            self._count(made, replay)
             self._compare(made, replay)
         return made
+
+    def _count(self, component: JudgedComponent, replay: Replay) -> None:
+        store = self._known.twin.numerics.store
+        for name, output in replay.batch.outputs.items():
+            row, twin = component.rows.get(name), replay.expected.get(name)
+            if row is None:
+                continue
+            row.elements += output.numel()
+            if twin is not None and not wrong_forms({name: output}, {name: twin}, store):
+                pair = aligned({name: output}, {name: twin})[name]
+                alike = same_values(*pair)
+                row.identical += output.numel() if alike else int(equal_elements(*pair).sum())
 
     def _take(self, component: JudgedComponent, replay: Replay) -> None:
         """Judge a batch, and its remaining rows where some cannot be judged."""
@@ -249,7 +261,7 @@ class Judge:
             output_result.verdict is not Verdict.UNDECIDED for output_result in view.judged.values()
         ):
             component.steps |= {call.step for call in view.replay.batch.calls}
-        _count(component, replay)
+        self._count(component, replay)
         meant = self._compare(component, replay)
         if any(map(_differs, view.judged.values())):
             component.pieces.append(
@@ -303,7 +315,7 @@ class Judge:
                 name: OutputResult(name, Verdict.UNDECIDED, undecided=replay.undecided)
                 for name in outputs
             }
-        wrong = wrong_forms(outputs, replay.expected)
+        wrong = wrong_forms(outputs, replay.expected, self._known.twin.numerics.store)
         if wrong:
             return wrong
         both = aligned(outputs, replay.expected)
@@ -478,18 +490,6 @@ def _per_slot(x: Tensor, batch: Batch) -> Tensor | None:
     if (x.ndim, codes.ndim) != (2, 3):
         return None
     return x.unsqueeze(1).expand(-1, codes.shape[1], -1)
-
-
-def _count(component: JudgedComponent, replay: Replay) -> None:
-    for name, output in replay.batch.outputs.items():
-        row, twin = component.rows.get(name), replay.expected.get(name)
-        if row is None:
-            continue
-        row.elements += output.numel()
-        if twin is not None and not wrong_forms({name: output}, {name: twin}):
-            pair = aligned({name: output}, {name: twin})[name]
-            alike = same_values(*pair)
-            row.identical += output.numel() if alike else int(equal_elements(*pair).sum())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -288,28 +288,30 @@ def aligned(outputs: Tensors, expected: Tensors) -> dict[str, tuple[Tensor, Tens
     return found
 
 
-def wrong_forms(outputs: Tensors, expected: Tensors) -> dict[str, OutputResult]:
+def wrong_forms(outputs: Tensors, expected: Tensors, store: torch.dtype) -> dict[str, OutputResult]:
     """Return findings for outputs of another shape, or of a dtype that cannot hold the values.
 
-    An output that was not captured is no finding: other implementations' modules return less.
+    `store` is the dtype in which the model holds its results: what it holds in float32 in one call
+    it may hold in that in another, such as in a decoding step. An output that was not captured is
+    no finding: other implementations' modules return less.
     """
     found = {}
     for name, twin in expected.items():
-        words = _wrong_form(outputs[name], twin) if name in outputs else ""
+        words = _wrong_form(outputs[name], twin, store) if name in outputs else ""
         if words:
             finding = LevelFinding(words, (), 1.0, 0.0)
             found[name] = OutputResult(name, Verdict.DIFFERS, (finding,))
     return found
 
 
-def _wrong_form(candidate: Tensor, twin: Tensor) -> str:
+def _wrong_form(candidate: Tensor, twin: Tensor, store: torch.dtype) -> str:
     if candidate.numel() != twin.numel() or candidate.shape[:1] != twin.shape[:1]:
         return f"shape {list(candidate.shape)} in place of {list(twin.shape)}"
     if candidate.is_floating_point() != twin.is_floating_point():
         return f"dtype {candidate.dtype} in place of {twin.dtype}"
     if not twin.is_floating_point() or candidate.dtype == twin.dtype:
         return ""
-    largest = torch.finfo(torch.bfloat16).max
+    largest = min(torch.finfo(dtype).max for dtype in (torch.bfloat16, store))
     if twin.dtype.itemsize > 1 and torch.finfo(candidate.dtype).max < largest:
         return f"dtype {candidate.dtype} in place of {twin.dtype}: its range is smaller"
     return ""

@@ -15,7 +15,12 @@ from degarble.harness.engine.localise.judgeable_rows import OVERFLOW, rows_out_o
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun, by_component
 from degarble.harness.engine.localise.replay import TwinComponents, batches, replayed
-from degarble.harness.engine.localise.tensor_forms import ONE_SIDED, check_forms, poisoned
+from degarble.harness.engine.localise.tensor_forms import (
+    ONE_SIDED,
+    check_forms,
+    poisoned,
+    wrong_forms,
+)
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
 from degarble.harness.model.recipes import recipe_named
@@ -384,3 +389,20 @@ def test_ordinary_numbers_are_in_range(name: str) -> None:
     calls = by_component(run)[name]
     for batch in batches(run, known.components[name], calls, steps):
         assert rows_out_of_range(known, replayed(known, batch)) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "store", "wrong"),
+    [
+        (torch.float16, torch.bfloat16, True),
+        (torch.float16, torch.float32, True),
+        (torch.float16, torch.float16, False),
+        (torch.float8_e4m3fn, torch.float16, True),
+        (torch.bfloat16, torch.float16, False),
+    ],
+)
+def test_the_range_of_a_models_own_dtype_is_wide_enough(
+    dtype: torch.dtype, store: torch.dtype, *, wrong: bool
+) -> None:
+    twin = torch.ones(2, 3)
+    assert bool(wrong_forms({"out": twin.to(dtype)}, {"out": twin}, store)) == wrong
