@@ -14,6 +14,9 @@ Order: set up barriers; PDL: release the next launch, wait for the one before; p
   cluster barrier; all threads add the parts in order, scale, round, write.
 K that is no multiple of 256 (`ragged`) puts linear scales on addresses that TMA rejects; lanes read
   those from global memory.
+By row (W4A16ByRowForm, `launch_by_row`): grid z is a row of activations and one matrix of its
+  expert, whose number the kernel reads after the previous launch has ended. Everything else is that
+  of one row, so a row's bits are those of `launch_w4a16` on its matrix.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
 graph. Shape letters: M rows, N outputs, K columns, P = K / 2 bytes.
@@ -35,13 +38,15 @@ from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDir
 from degarble.harness.formats.quantise import QuantisedTensor, require
 from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.gemm import w4a16_problem as facts
-from degarble.kernels.gemm.w4a16_problem import W4A16Form, W4A16Problem
+from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm, W4A16Form, W4A16Problem
 from degarble.kernels.primitives.e2m1 import PAIRS
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage, as_vector
 from degarble.kernels.runtime.pdl import EARLY, let_follow, wait_for_front
 from degarble.kernels.runtime.targets import TARGETS
 
 LANES = 32
+HELD = 3  # of four words' activations, in registers, where two thread blocks share a processor
+WHOLE_CARVEOUT = 100  # per cent; CUDA Driver API 13.0, preferred shared memory carveout
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -56,6 +61,8 @@ class W4A16Thread(NamedTuple):
     group: Any
     tile: Any  # the thread block's first
     rank: Any  # of its thread block in the cluster
+    row: Any = 0  # of activations, the first
+    matrix: tuple[Any, ...] = ()  # the number of the row's matrix, by row alone
 
 
 class W4A16Memory(NamedTuple):
@@ -139,12 +146,12 @@ def ask_activations(
     start, box = memory.kept + at * form.kept_bytes, (BFloat16, facts.activation_box(form))
     if not form.ragged:
         step = round_ * form.ranks + place.rank
-        copy_box(views.activations, box, (0, 0, step), start, barrier)
+        copy_box(views.activations, box, (0, place.row, step), start, barrier)
         return
     for part in range(form.parts):
         step = round_ * facts.PARTS + place.rank * form.parts + part
         to = start + part * (form.copied_rows * 2 * facts.STEP)
-        copy_box(views.activations, box, (step, 0), to, barrier)
+        copy_box(views.activations, box, (step, place.row), to, barrier)
 
 
 def ask_weights(
@@ -167,15 +174,15 @@ def ask_weights(
             rows = rows // (facts.TILE // form.pieces)
             to = stage + (group * form.pieces + piece) * (form.group_bytes // form.pieces)
             if not form.ragged:
-                copy_box(views.codes, box, (0, rows, span), to, barrier)
+                copy_box(views.codes, box, (0, rows, span, *place.matrix), to, barrier)
                 continue
             for part in range(form.parts):
                 step = span * form.parts + part
                 by_part = part * (facts.STEP // 2 * facts.TILE // form.pieces)
-                copy_box(views.codes, box, (step, rows), to + by_part, barrier)
+                copy_box(views.codes, box, (step, rows, *place.matrix), to + by_part, barrier)
         to = stage + form.scales_at + group * (form.group_bytes // 8)
         if form.layout != LINEAR.name:
-            where = (own % 8, span, own // 8)
+            where = (own % 8, span, own // 8, *place.matrix)
             copy_box(views.scales, of_scales, where, to, barrier)
         elif not form.ragged:
             copy_box(views.scales, of_scales, (span, own), to, barrier)
@@ -228,7 +235,8 @@ def activations_at(
 
     if len(of_columns) > (1 if native or form.ragged else 2):  # more than registers hold
         return read
-    return [read(j) for j in range(ptx.WORDS)].__getitem__
+    held = [read(j) for j in range(ptx.WORDS if form.resident == 1 else HELD)]
+    return lambda j: held[j] if j < len(held) else read(j)
 
 
 class W4A16Lane(NamedTuple):
@@ -396,6 +404,42 @@ def add_parts(
             ptx.store_rounded(out + Int64((row * outputs + output) * 2), total)
 
 
+def block_of_rows() -> Any:
+    """Return the number of a thread block's row of the output, by row."""
+    _, _, block = cute.arch.block_idx()
+    return Uint32(block)
+
+
+def own_matrix(
+    place: W4A16Thread,
+    pointers: tuple[Any, ...],
+    extents: tuple[Any, ...],
+    kept_scale: Any,
+    form: W4A16ByRowForm,
+) -> W4A16Thread:
+    """Return the loading warp's position with its row and matrix; leave the scale of the output.
+
+    Rows of the shared expert, whose matrices are the last ones, come first. A row whose expert is
+    not here gets a matrix beyond the last one, of which TMA reads zeros, and the scale 0.
+    """
+    row, product = block_of_rows() // form.products, block_of_rows() % form.products
+    shared, routed, experts = (Uint32(extent) for extent in extents[4:])
+    slot = ops.select(row < shared, Uint32(0), row - shared)
+    chosen = ptx.global_word(pointers[6].toint() + Int64(slot) * 4)
+    # An expert below 0 is a large unsigned number.
+    expert = ops.select(chosen < routed, chosen, experts)
+    expert = ops.select(row < shared, routed, expert)
+    matrix, known = expert * form.products + product, expert < experts
+    at = Int64(ops.select(known, expert, Uint32(0)))
+    of_weights = ptx.global_number(pointers[3].toint() + (at * form.products + Int64(product)) * 4)
+    of_input = ptx.global_number(pointers[5].toint() + at * 4)
+    # The float32 product that the GEMM of tiles uses.
+    scale = ops.multiply_rn(of_input, of_weights)
+    # In shared memory, because the multiplying warps have no register to spare.
+    ptx.store_number(kept_scale, ops.select(known, scale, Float32(0.0)))
+    return place._replace(row=row, matrix=(matrix,))
+
+
 @cute.kernel
 def w4a16_kernel(
     views: Views,
@@ -404,7 +448,7 @@ def w4a16_kernel(
     form: cutlass.Constexpr,
 ) -> None:
     """Dispatch by warp: the last one loads, the others multiply; then add the parts of K."""
-    rows, outputs, columns, kept_count = (Uint32(extent) for extent in extents)
+    rows, outputs, columns, kept_count = (Uint32(extent) for extent in extents[:4])
     place, memory = place_of(form), memory_of(form)
     if place.warp == form.warps:
         for atom, _ in views:
@@ -420,11 +464,21 @@ def w4a16_kernel(
     # before the previous kernel, and with it everything that kernel waited for, has ended.
     let_follow()
     wait_for_front()
-    sources = Sources(pointers[2].toint(), (rows, outputs, columns), rows // 128)
+    kept_scale = memory.kept + kept_count * form.kept_bytes
+    if cutlass.const_expr(form.by_row):
+        rows, zero = Uint32(1), kept_count // 128
+    else:
+        zero = rows // 128
+    sources = Sources(pointers[2].toint(), (rows, outputs, columns), zero)
     counts = ceil_div(columns, facts.ROUND), kept_count
-    scale = ptx.global_number(pointers[3].toint())
+    if cutlass.const_expr(not form.by_row):
+        scale = ptx.global_number(pointers[3].toint())
     if place.warp == form.warps:
-        ask(views, place, memory, counts, form)
+        if cutlass.const_expr(form.by_row):
+            own = own_matrix(place, pointers, extents, kept_scale, form)
+            ask(views, own, memory, counts, form)
+        else:
+            ask(views, place, memory, counts, form)
     else:
         multiply(sources, place, memory, counts, form)
     if cutlass.const_expr(form.ranks == 1):
@@ -432,7 +486,11 @@ def w4a16_kernel(
     else:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-    add_parts(pointers[4].toint(), (rows, outputs), scale, memory.ring, form)
+    out = pointers[4].toint()
+    if cutlass.const_expr(form.by_row):
+        scale = ptx.shared_number(kept_scale, 0, 1)
+        out = out + Int64(block_of_rows()) * Int64(outputs * 2)
+    add_parts(out, (rows, outputs), scale, memory.ring, form)
     if cutlass.const_expr(form.ranks > 1):
         cute.arch.cluster_arrive()  # shared memory has to exist while others read it
         cute.arch.cluster_wait()
@@ -491,6 +549,61 @@ def launch_w4a16(
         block=[form.threads, 1, 1],
         cluster=[form.ranks, 1, 1] if cutlass.const_expr(form.ranks > 1) else None,
         smem=shared_bytes,
+        use_pdl=EARLY,
+        stream=stream,
+    )
+
+
+def views_by_row(
+    pointers: tuple[Any, ...], extents: tuple[Any, ...], form: W4A16ByRowForm
+) -> Views:
+    """Make the TMA views of all rows and of all experts' matrices, whose scales are in 128x4."""
+    rows, outputs, columns, matrices = extents
+    words, steps = columns // 8, columns // facts.STEP
+    wide = cute.assume(Int64(columns), divby=32)
+    by_row = cute.assume(Int64(words), divby=4)
+    by_matrix = cute.assume(Int64(outputs) * Int64(words), divby=4)
+    x_ptr = cute.recast_ptr(pointers[0], dtype=BFloat16)
+    codes_ptr = cute.recast_ptr(pointers[1], dtype=Int32)
+    box = facts.code_box(form)
+    if form.ragged:
+        activations = view(x_ptr, (columns, rows), (1, wide), facts.activation_box(form))
+        codes = view(codes_ptr, (words, outputs, matrices), (1, by_row, by_matrix), box)
+    else:
+        by_step = (facts.STEP, rows, steps), (1, wide, facts.STEP)
+        activations = view(x_ptr, *by_step, facts.activation_box(form))
+        shape_of_codes = (16, outputs, steps, matrices)
+        codes = view(codes_ptr, shape_of_codes, (1, by_row, 16, by_matrix), box)
+    across, tiles = ceil_div(columns // facts.BLOCK, 4), ceil_div(outputs, 128)
+    down = cute.assume(Int64(across) * 512, divby=512)
+    whole = cute.assume(Int64(across) * Int64(tiles) * 512, divby=512)
+    by_tile = (512, across, tiles, matrices), (1, 512, down, whole)
+    return Views(activations, codes, view(pointers[2], *by_tile, facts.scale_box(form)))
+
+
+@cute.jit
+def launch_by_row(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch on rows, N, K, experts, rows of the shared expert, rounds kept, grid, shared bytes.
+
+    Pointers: rows, codes, scales, decode scales of matrices, output, decode scales of rows by
+    expert, experts of rows.
+    """
+    rows, outputs, columns, experts, shared, kept_count, blocks, shared_bytes = extents
+    matrices = experts * form.products
+    views = views_by_row(pointers, (rows, outputs, columns, matrices), form)
+    routed = experts - cutlass.min(shared, 1)
+    more = (shared, routed, experts)
+    w4a16_kernel(views, pointers, (rows, outputs, columns, kept_count, *more), form).launch(
+        grid=[blocks, 1, rows * form.products],
+        block=[form.threads, 1, 1],
+        smem=shared_bytes,
+        min_blocks_per_mp=form.resident,
+        preferred_smem_carveout=WHOLE_CARVEOUT if form.resident > 1 else None,
         use_pdl=EARLY,
         stream=stream,
     )

@@ -93,6 +93,11 @@ def global_number(address: Any) -> Any:
     return emit("ld.global.f32 {$w0}, [{$r0}];", [Float32], address)
 
 
+def global_word(address: Any) -> Any:
+    """Read 4 bytes of global memory at this point."""
+    return emit("ld.global.b32 {$w0}, [{$r0}];", [Uint32], address)
+
+
 def global_byte(address: Any) -> Any:
     """Read a byte of global memory."""
     text = "{ .reg .u16 byte; ld.global.u8 byte, [{$r0}]; cvt.u32.u16 {$w0}, byte; }"
@@ -108,6 +113,11 @@ def store_words(address: Any, words: list[Any]) -> None:
     """Write 16 bytes to shared memory."""
     text = "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
     emit(text, [], address, *words)
+
+
+def store_number(address: Any, number: Any) -> None:
+    """Write a float32 to shared memory."""
+    emit("st.shared.f32 [{$r0}], {$r1};", [], address, number)
 
 
 def shared_number(address: Any, rank: int, ranks: int) -> Any:

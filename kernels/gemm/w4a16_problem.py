@@ -135,6 +135,11 @@ class W4A16Form:
     target: str
 
     @property
+    def by_row(self) -> bool:
+        """Return whether each row multiplies the matrices of its own expert."""
+        return False
+
+    @property
     def parts(self) -> int:
         """Return the warps that share the outputs of a group, one part of K each."""
         return PARTS // self.ranks
@@ -199,6 +204,18 @@ class W4A16Form:
     def ring_bytes(self) -> int:
         """Return the bytes of all stages, or of the sums that replace them if those are more."""
         return max(self.stages * self.stage_bytes, self.warps * self.sum_bytes)
+
+
+@dataclass(frozen=True)
+class W4A16ByRowForm(W4A16Form):
+    """Compile-time parameters where each row multiplies its own expert's matrices."""
+
+    products: int  # matrices of an expert, over the same row: gate and up, or one
+
+    @property
+    def by_row(self) -> bool:
+        """Return whether each row multiplies the matrices of its own expert."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -290,15 +307,16 @@ def activation_box(form: W4A16Form) -> tuple[int, ...]:
 
 
 def code_box(form: W4A16Form) -> tuple[int, ...]:
-    """Return the TMA box of codes: words of a step, adjacent rows, steps."""
+    """Return the TMA box of codes: words of a step, adjacent rows, steps, one of many matrices."""
     box = (STEP // 8, TILE // form.pieces, form.parts)
-    return box[: 2 if form.ragged else 3]
+    return box[: 2 if form.ragged else 3] + (1,) * form.by_row
 
 
 def scale_box(form: W4A16Form) -> tuple[int, ...]:
     """Return the TMA box of scales: scales of a round and rows, or 16 rows' words of four."""
     span = form.parts * STEP // BLOCK
-    return (span, TILE) if form.layout == LINEAR.name else (64, span // 4, 1)
+    box = (span, TILE) if form.layout == LINEAR.name else (64, span // 4, 1)
+    return box + (1,) * form.by_row
 
 
 def row_of(tile: Any, place: Any, layout: str) -> Any:

@@ -54,6 +54,7 @@ _ROOMS = {
         "simt_moe_rows",
         "sm100_moe_nvfp4",
         "sm100_shared_expert",
+        "sm90_moe_by_row",
         "sm90_moe_nvfp4",
         "sm90_shared_expert",
     ),

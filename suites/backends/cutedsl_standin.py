@@ -359,6 +359,7 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "sm90_gemm_grouped": layer.grouped,
     "sm90_gemm_grouped_fp8": _grouped_fp8,
     "sm90_moe_nvfp4": layer.experts,
+    "sm90_moe_by_row": layer.experts_by_row,
     "sm90_shared_expert": layer.shared_expert,
 }
 assert STAND_INS.keys() == TACTICS.keys(), "every kernel has a stand-in"

@@ -111,6 +111,15 @@ def experts(p: Any, t: Given) -> Made:
     return ((total + t["shared"].float()).to(BF16),)
 
 
+def experts_by_row(p: Any, t: Given) -> Made:
+    """Sum as above; the shared expert, the last one stacked, takes part where none is given."""
+    assert len(t["w13_codes"]) == p.experts, "all experts are stacked"
+    if not p.shared:
+        return experts(p.moe, t)
+    assert "shared" not in t, "its matrices are here"
+    return experts(p.moe, {**t, "shared": _expert(p.moe, t, p.moe.experts, t["x"])})
+
+
 def shared_expert(p: Any, t: Given) -> Made:
     """Run the one expert that every token visits."""
     assert (p.experts, p.chosen) == (1, 1), "a shared expert is alone"

@@ -46,7 +46,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "rows": ("quantise", "rows"),
     "cache": ("cache-rows",),
     "gemm": ("gemm", "grouped", "w4a16", "sm100-gemm"),
-    "moe": ("moe",),
+    "moe": ("moe", "moe-by-row"),
     "indexer": ("indexer",),
     "attention": ("attention", "latent-attention", "attention-splits"),
     "decoder": ("decoder", "decoder-v32", "decoder-products"),

@@ -454,7 +454,10 @@ def decoder_products(options: Any) -> Iterator[Part]:
     config = replace(MODELS[options.model], num_hash_layers=0) if is_v4 else V3_2
     sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
     entry = ENTRY if is_v4 else ENTRY_V32
-    plain = Given(Remembering(settings_here()), config, experts(*sizes), NVFP4, entry)
+    # One more of them is the shared expert, where it is computed with the routed ones.
+    hidden, width, count = sizes
+    every = replace(experts(hidden, width, count + 1), with_shared=True)
+    plain = Given(Remembering(settings_here()), config, every, NVFP4, entry)
     yield f"{options.model}, {NVFP4}: one decides, for a graph of so many lanes"
     kind_of: Callable[[Block], Any] = (lambda b: b.ratio) if is_v4 else (lambda b: b.mlp_type)
     names: dict[Any, str] = {**TYPES, **TYPES_V32}

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from degarble.kernels.gemm.problem import GemmProblem
+from degarble.kernels.moe import by_row_problem as by_row
 from degarble.kernels.moe import problem as facts
+from degarble.kernels.moe.by_row_problem import ByRowProblem
 from degarble.kernels.moe.problem import MoeProblem
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.bench import gpu
@@ -25,6 +31,7 @@ from degarble.suites.bench.runner import (
     copy_arm,
     shared,
 )
+from degarble.suites.kernels.moe import by_row_checks
 from degarble.suites.kernels.moe import moe_checks as checks
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     Launch = Callable[[], object]
 
 MODELS = {"V4-Flash": (4096, 2048, 256, 6), "V4-Pro": (7168, 3072, 384, 6)}
+BY_ROW_MODELS = {"V4-Flash": (4096, 2048, 256, 6), "V3.2": (7168, 2048, 256, 8)}
 JUDGED = ("V4-Flash", 8192)
 WANTED = 0.70  # of the plain form's rate, both products together
 FC1, FC2, WHOLE = "grouped FC1", "grouped FC2", "whole call"
@@ -173,7 +181,86 @@ def moe(options: Any) -> Iterator[Comparison]:
             yield (steps if options.steps else compared)(model, tokens)
 
 
+# ---- few tokens, each row by its own expert's matrices -------------------------------------------
+
+BY_ROW, BY_TILES, SHARED = "by row, whole", "tiles, whole", "tiles, shared expert"
+STEPS_BY_ROW = ("rows decoded", "FC1", "gated rows decoded", "FC2", "sum")
+OTHER_FORMS = (
+    *by_row.TACTICS, *(replace(each, resident=1) for each in by_row.TACTICS),
+)  # fmt: skip
+
+
+def by_row_problem(model: str, tokens: int) -> ByRowProblem:
+    """Return a model's layer with its shared expert, which is as wide as a routed one."""
+    hidden, width, experts, chosen = BY_ROW_MODELS[model]
+    return ByRowProblem(MoeProblem(tokens, hidden, width, experts, chosen, experts, 10.0), True)
+
+
+def by_row_launches(problem: ByRowProblem, number: int) -> dict[str, Launch]:
+    """Return the launches of a call, of its steps in every form, and of the same by tiles."""
+    case, moe = by_row_checks.Case(problem, "even", number), problem.moe
+    given = by_row_checks.given_of(case, gpu.DEVICE)
+    memory = by_row_checks.memory_of(case, given)
+    call, tensors = gpu.module("sm90_moe_by_row"), {**given, **memory}
+    made: dict[str, Launch] = {BY_ROW: partial(by_row_checks.launch, case, given, memory)}
+    problems = call.KERNEL.problems(problem, None, given)
+    for name, kernel, own in zip(STEPS_BY_ROW, call.KERNEL.kernels, problems, strict=True):
+        here = {each: tensors[each] for each in kernel.names if each in tensors}
+        made[name] = partial(kernel.run, own, checks.SETTINGS, **here)
+        if name in ("FC1", "FC2"):
+            products = facts.GATE_AND_UP if name == "FC1" else 1
+            for tactic in OTHER_FORMS:
+                form = by_row.form_of(problem, products, SM90A.name, tactic)
+                of_form = partial(kernel.run, own, checks.SETTINGS, form, **here)
+                made[f"{name}, {tactic.tiles} tiles, {tactic.resident} a processor"] = of_form
+    weights = {n: given[n] for n in given if n.startswith(("w13_", "w2_"))}
+    of_tokens = {name: given[name] for name in ("x", "experts", "weights")}
+    routed = {name: tensor[:-1] for name, tensor in weights.items()}
+    alone = {name: tensor[-1:] for name, tensor in weights.items()}
+    first, whole = (torch.full((moe.tokens, 1), n, device=gpu.DEVICE) for n in (0, 1.0))
+    made[BY_TILES] = partial(
+        gpu.module("sm90_moe_nvfp4").KERNEL.run, moe, checks.SETTINGS, None, **of_tokens,
+        **routed, shared=memory["products"][: moe.tokens],
+    )  # fmt: skip
+    made[SHARED] = partial(
+        gpu.module("sm90_shared_expert").KERNEL.run,
+        MoeProblem(moe.tokens, moe.hidden, moe.width, 1, 1, 1, moe.limit), checks.SETTINGS, None,
+        x=given["x"], experts=first.int(), weights=whole, **alone,
+    )  # fmt: skip
+    made[BY_ROW]()  # rows have to be there before a product alone is timed
+    return made
+
+
+def compared_by_row(model: str, tokens: int) -> Comparison:
+    """The copy has as many bytes as all rows read, each expert once a row."""
+    problem = by_row_problem(model, tokens)
+    made = cache(partial(by_row_launches, problem))
+    forms = [
+        f"{name}, {tactic.tiles} tiles, {tactic.resident} a processor"
+        for name, tactic in product(("FC1", "FC2"), OTHER_FORMS)
+    ]
+    names = (BY_ROW, *STEPS_BY_ROW, *forms, BY_TILES, SHARED)
+    arms = [Arm(name, shared(made, name), sets=SETS) for name in names]
+    size = int(weight_bytes(problem.moe, problem.rows))
+    return Comparison(
+        f"{model}, {tokens} tokens, the shared expert among them",
+        [(*arms, copy_arm(size // 16 * 16))], (US_MEDIAN,),
+    )  # fmt: skip
+
+
+def moe_by_row(options: Any) -> Iterator[Comparison]:
+    """Choices of experts are drawn evenly."""
+    for model in [options.model] if options.model != "all" else BY_ROW_MODELS:
+        for tokens in options.tokens:
+            yield compared_by_row(model, tokens)
+
+
 BENCHES = {
+    "moe-by-row": Bench(
+        "experts of few tokens, each row by its own matrices, beside tiles and a copy", moe_by_row,
+        rounds=12, needs=SM90A.name, remedy="The tiles beside them are Hopper's.",
+        options={"tokens": (1, 2, 4, 8, 16), "model": ("all", *BY_ROW_MODELS)},
+    ),
     "moe": Bench(
         "grouped experts beside the plain NVFP4 form; --steps: each step in each tactic", moe,
         rounds=12, needs=SM90A.name, remedy="These forms are Hopper's.",

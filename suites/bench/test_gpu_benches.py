@@ -110,10 +110,11 @@ def test_every_arm_is_made_and_called(
     name: str, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its true size, without memory; experts are drawn in earnest, so those are small."""
-    device = "cpu" if name == "moe" else "meta"
+    device = "cpu" if name in moe.BENCHES else "meta"
     monkeypatch.setattr(moe, "MODELS", TINY_MOE)
+    monkeypatch.setattr(moe, "BY_ROW_MODELS", TINY_MOE)
     monkeypatch.setattr(moe, "COPIED", 1 << 13)
-    if name == "moe":
+    if name in moe.BENCHES:
         changed = {"tokens": (3,)} | changed
     if name == "night":
         monkeypatch.setattr(moe, "given_of", moe_on_cpu)

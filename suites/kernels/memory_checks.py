@@ -46,7 +46,7 @@ from degarble.suites.kernels.attention import attention_checks
 from degarble.suites.kernels.cache import compressor_checks, paged_pool_checks
 from degarble.suites.kernels.gemm import grouped_checks, grouped_fp8_checks, w4a16_checks
 from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
-from degarble.suites.kernels.moe import moe_checks
+from degarble.suites.kernels.moe import by_row_checks, moe_checks
 from degarble.suites.kernels.quantise import quantise_checks
 from degarble.suites.kernels.rows import (
     head_checks,
@@ -123,6 +123,11 @@ def _experts() -> None:
         tokens = min(case.problem.tokens, 70)
         few = replace(case, problem=replace(case.problem, tokens=tokens), tactic=tactics[n // 2])
         moe_checks.on_device(few, moe_checks.given_of(few))
+
+
+def _by_row() -> None:
+    for case in by_row_checks.fuzzed(SEED, 8):
+        by_row_checks.on_device(case)
 
 
 def _shared_expert() -> None:
@@ -274,6 +279,7 @@ GROUPS = {
     "grouped in FP8": Group(_grouped_fp8, ("sm90_gemm_grouped_fp8", "simt_quantise_fp8")),
     "w4a16": Group(_w4a16, ("sm90_gemm_w4a16",)),
     "experts": Group(_experts, ("sm90_moe_nvfp4", "simt_moe_rows")),
+    "experts by row": Group(_by_row, ("sm90_moe_by_row", "sm90_gemm_w4a16")),
     "shared expert": Group(
         _shared_expert, ("sm90_moe_nvfp4", "sm90_gemm_fp8_block", "simt_quantise_fp8")
     ),

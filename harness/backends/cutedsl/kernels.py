@@ -281,6 +281,9 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     FC2: lambda p, _: _product_tactic("FC2", p),
     SUM: _sum_tactic,
     "sm90_moe_nvfp4": lambda p, _: f"{p.experts} experts, weights {p.weighting}",
+    "sm90_moe_by_row": lambda p, _: (
+        f"{p.moe.experts} experts{' and the shared one' if p.shared else ''}, each row alone"
+    ),
     "sm90_shared_expert": lambda _p, _: "nvfp4",
 }
 

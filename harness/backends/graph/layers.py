@@ -183,8 +183,10 @@ class V4Steps(DecoderSteps):
     def _ffn(self, w: FfnWeights, x: Tensor) -> Tensor:
         limit, clamped = self.config.swiglu_limit or None, self.switches.shared_expert_clamped
         width = self.config.moe_intermediate_size
-        shared = self.gated(w.shared, x, width, limit if clamped else None)
-        return self.routed(w.routed, x, shared, limit)
+        of_shared = limit if clamped else None
+        if self.rides(w.routed, alike=of_shared == limit):
+            return self.routed(w.routed, x, None, limit)
+        return self.routed(w.routed, x, self.gated(w.shared, x, width, of_shared), limit)
 
     def _attention(
         self, weights: LayerWeights, memory: LayerMemory, lists: Lists, x: Tensor
@@ -533,5 +535,8 @@ class V32Steps(DecoderSteps):
         c = self.config
         if w.routed is None:
             return self.gated(w.gated, x, c.intermediate_size, None)
+        groups = c.n_group, c.topk_group
+        if self.rides(w.routed):
+            return self.routed(w.routed, x, None, None, groups)
         shared = self.gated(w.gated, x, c.moe_intermediate_size, None)
-        return self.routed(w.routed, x, shared, None, groups=(c.n_group, c.topk_group))
+        return self.routed(w.routed, x, shared, None, groups)

@@ -29,6 +29,7 @@ from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem, turns_first
 from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
+from degarble.kernels.moe.by_row_problem import ByRowProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.backends.cutedsl.kernels import ComponentPart, Kernels
     from degarble.harness.formats.weight import Weight
+    from degarble.kernels.moe.problem import MoeProblem
 
 BF16, NVFP4, FP8, W4A16 = (f"sm90_gemm_{each}" for each in ("bf16", "nvfp4", "fp8_block", "w4a16"))
 GROUPED_FP8 = "sm90_gemm_grouped_fp8"
@@ -234,6 +236,20 @@ class Experts:
 
     tensors: Mapping[str, Tensor]
     alone: tuple[Matrix, ...] = ()
+    with_shared: bool = False  # whether the last one is the shared expert
+
+    @property
+    def routed(self) -> Mapping[str, Tensor]:
+        """Return the tensors of the routed experts."""
+        if not self.with_shared:
+            return self.tensors
+        return {name: tensor[:-1] for name, tensor in self.tensors.items()}
+
+    @property
+    def shared(self) -> Experts:
+        """Return the shared expert, in the same memory."""
+        assert self.with_shared, "the last expert is the shared one"
+        return Experts({name: tensor[-1:] for name, tensor in self.tensors.items()})
 
 
 def experts_of(
@@ -275,6 +291,17 @@ def alone_for_few_rows(experts: Experts, name: str) -> Experts:
     return replace(experts, alone=tuple(found))
 
 
+def joined(routed: Experts, shared: Experts) -> Experts:
+    """Stack the shared expert behind the routed ones; return those if it has other extents."""
+    pairs = [(tensor, shared.tensors[name]) for name, tensor in routed.tensors.items()]
+    if any(one.shape[1:] != other.shape[1:] for one, other in pairs):
+        return routed
+    tensors = {
+        name: torch.cat([routed.tensors[name], shared.tensors[name]]) for name in routed.tensors
+    }
+    return Experts(tensors, with_shared=True)
+
+
 def few_rows_expert(
     kernels: Kernels, matrices: Sequence[Matrix], x_MK: Tensor, limit: float | None
 ) -> Tensor:
@@ -289,6 +316,18 @@ def few_rows_expert(
         len(x), gate.outputs, LINEAR.name, "swiglu", limit=limit, decoded=True
     )  # fmt: skip
     return few_rows_product(kernels, down, decoded_rows(kernels, halves, down.input_scale, gating))
+
+
+def experts_by_row(
+    kernels: Kernels, experts: Experts, moe: MoeProblem, given: Mapping[str, Tensor | None]
+) -> Tensor:
+    """Compute routed experts of few rows, each row by its own expert's matrices.
+
+    Without `shared` in `given` the shared expert is one of them.
+    """
+    rides = given.get("shared") is None
+    tensors = experts.tensors if rides else experts.routed
+    return kernels.run("sm90_moe_by_row", ByRowProblem(moe, rides), **given, **tensors)[0]
 
 
 @dataclass(frozen=True)

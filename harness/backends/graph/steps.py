@@ -16,6 +16,7 @@ from degarble.harness.backends.graph.matrices import (
     FEW_ROWS,
     TILES,
     Experts,
+    experts_by_row,
     few_rows_expert,
     multiply,
     require_products,
@@ -333,11 +334,14 @@ class DecoderSteps(ABC):
         self,
         w: RoutedWeights,
         x: Tensor,
-        shared: Tensor,
+        shared: Tensor | None,
         limit: float | None,
         groups: tuple[int, int] = (1, 1),
     ) -> Tensor:
-        """Compute routed experts of every row, with the shared expert's output in the sum."""
+        """Compute routed experts of every row, with the shared expert's output in the sum.
+
+        Without that output the shared expert is computed with them: see `rides`.
+        """
         c, rows = self._of, len(x)
         table = w.source.dtype is torch.int64
         router = RouterProblem(
@@ -354,10 +358,14 @@ class DecoderSteps(ABC):
         counts = (c.n_routed_experts, c.num_experts_per_tok, c.n_routed_experts)
         sizes = (rows, c.hidden_size, c.moe_intermediate_size)
         problem = MoeProblem(*sizes, *counts, limit, AFTER_W2)
-        return self.kernels.run(
-            "sm90_moe_nvfp4", problem, x=x, experts=experts, weights=weights, shared=shared,
-            **w.experts.tensors,
-        )[0]  # fmt: skip
+        of_tokens = {"x": x, "experts": experts, "weights": weights, "shared": shared}
+        if self.products == FEW_ROWS:
+            return experts_by_row(self.kernels, w.experts, problem, of_tokens)
+        return self.kernels.run("sm90_moe_nvfp4", problem, **of_tokens, **w.experts.routed)[0]
+
+    def rides(self, w: RoutedWeights, *, alike: bool = True) -> bool:
+        """Return whether the shared expert is computed with the routed ones, if clamped `alike`."""
+        return self.products == FEW_ROWS and w.experts.with_shared and alike
 
     def gated(self, w: Gated, x: Tensor, width: int, limit: float | None) -> Tensor:
         """Compute a shared expert or dense layer: one NVFP4 kernel, or product, SwiGLU, product."""

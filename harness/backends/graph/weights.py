@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +27,7 @@ from degarble.harness.backends.graph.matrices import (
     experts_of,
     for_few_rows,
     groups_of,
+    joined,
     matrix_of,
     side_by_side,
 )
@@ -255,6 +256,18 @@ class LayoutBase:
         both = side_by_side([self._laid(first, name, weights) for name in (one, three)])
         return *both, self._laid(second, second.name, down)
 
+    def _joined(
+        self, routed: RoutedWeights, shared: Gated, prefix: str
+    ) -> tuple[RoutedWeights, Gated]:
+        """Stack a shared expert of NVFP4 behind the routed ones, for products of few rows."""
+        if self._products != FEW_ROWS or not isinstance(shared, Experts):
+            return routed, shared
+        stacked = joined(routed.experts, shared)
+        if not stacked.with_shared:
+            return routed, shared
+        # Both have their tensors in the same memory.
+        return replace(routed, experts=stacked), alone_for_few_rows(stacked.shared, prefix)
+
 
 class V4Layout(LayoutBase):
     """V4's weights while they are laid out."""
@@ -335,7 +348,7 @@ class V4Layout(LayoutBase):
     def _ffn(self, block: Block) -> FfnWeights:
         p = f"{block.prefix}.ffn."
         routed = self._routed(p, self.config.n_routed_experts)
-        shared = self._gated(f"{p}shared.")
+        routed, shared = self._joined(routed, self._gated(f"{p}shared."), f"{p}shared.")
         return FfnWeights(self._mixing(f"{p}hc_pre"), self._norm(f"{p}norm"), routed, shared)
 
 
@@ -462,4 +475,5 @@ class V32Layout(LayoutBase):
         if f"{p}w13" in self._parts:
             return MlpWeights(norm, self._gated(p), None)
         routed = self._routed(p, self.config.n_routed_experts)
-        return MlpWeights(norm, self._gated(f"{p}shared."), routed)
+        routed, shared = self._joined(routed, self._gated(f"{p}shared."), f"{p}shared.")
+        return MlpWeights(norm, shared, routed)

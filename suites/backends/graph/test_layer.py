@@ -99,7 +99,7 @@ def test_a_step_is_its_parts_bit_by_bit(opened: OpenModel, one_by_one: torch.Ten
     assert torch.equal(by_steps(opened), one_by_one)
 
 
-BY_TILES = {"sm90_gemm_nvfp4", "sm90_shared_expert"}
+BY_TILES = {"sm90_gemm_nvfp4", "sm90_shared_expert", "sm90_moe_nvfp4"}
 
 
 def test_products_of_few_rows_have_the_arithmetic_of_tiles(
@@ -112,7 +112,7 @@ def test_products_of_few_rows_have_the_arithmetic_of_tiles(
         launched.add(kernel)
 
     assert torch.equal(by_steps(opened, seen, FEW_ROWS), one_by_one)
-    assert "sm90_gemm_w4a16" in launched
+    assert {"sm90_gemm_w4a16", "sm90_moe_by_row"} <= launched
     assert not launched & BY_TILES
 
 

@@ -8,7 +8,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from degarble.kernels.gemm import problem as gemm
+from degarble.kernels.gemm import w4a16_problem as w4a16
+from degarble.kernels.moe import by_row_problem as by_row
 from degarble.kernels.moe import problem as facts
+from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeForm
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, CombineForm, MoeProblem, RowsForm
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 from degarble.suites.kernels import gemm_code
@@ -21,6 +24,7 @@ from degarble.suites.kernels.contract import (
     ReplayCase,
     Round,
 )
+from degarble.suites.kernels.moe import by_row_checks
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe.moe_checks import Case
 
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.kernels.gemm.problem import GemmTactic
+    from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm
     from degarble.kernels.moe.problem import MoeForm
     from degarble.kernels.runtime.compiling import CompiledKernel
 
@@ -78,6 +83,56 @@ def _code() -> Iterator[MachineCode]:
             yield MachineCode("simt_moe_rows.COMBINE", summed, slow=not (weighted and shared))
 
 
+# Forms of one row that a GPU compares: two thread blocks a processor, or one.
+BY_ROW_TACTICS = (
+    *by_row.TACTICS, *(replace(tactic, resident=1, stages=3) for tactic in by_row.TACTICS),
+)  # fmt: skip
+
+
+def _by_row_code() -> Iterator[MachineCode]:
+    for target, (hidden, width) in product(TARGETS, ((4096, 2048), (4128, 416))):
+        problem = ByRowProblem(MoeProblem(1, hidden, width, 256, 6, 256, 10.0), shared=True)
+        usual = (target, hidden) == (SM90A.name, 4096)
+        tactics = (None, *BY_ROW_TACTICS) if usual else (None,)
+        for products, tactic in product((facts.GATE_AND_UP, 1), tactics):
+            form = by_row.form_of(problem, products, target, tactic)
+            yield _by_row_form(form, slow=not usual or tactic is not None)
+        for source, limit in (("values", None), *(("swiglu", each) for each in (10.0, 2.0, None))):
+            yield MachineCode(
+                f"sm90_moe_by_row.{'GATED' if source == 'swiglu' else 'ROWS'}",
+                DecodeForm(source, limit, target), 64, more=_waits_before_it_reads,
+                slow=target != SM90A.name or limit == 2.0,
+            )  # fmt: skip
+
+
+def _by_row_form(form: W4A16ByRowForm, *, slow: bool) -> MachineCode:
+    native = TARGETS[form.target].converts_e2m1
+    counts = {
+        # A lane's four words of two rows: two mma each.
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": form.tiles * 8,
+        "mul.rn.bf16x2": 32 * form.tiles * (not native),
+        "add.rn.f32": w4a16.PARTS - 1,
+        # The loading warp alone reads the expert and both scales, and leaves their product.
+        "ld.global.b32": 1,
+        "ld.global.f32": 2,
+        "st.shared.f32": 1,
+        "mbarrier.arrive.shared::cta.b64 _, [all]": form.tiles + 1,
+    }
+    has = {"e2m1x2": native, "fma.rn.f32": False, "ld.global.nc": False}
+    name = "FC1" if form.products == facts.GATE_AND_UP else "FC2"
+    registers = 65_536 // (form.resident * form.threads)
+    return MachineCode(
+        f"sm90_moe_by_row.{name}", form, registers, counts=counts, has=has,
+        more=_waits_before_it_reads, slow=slow,
+    )  # fmt: skip
+
+
+def _waits_before_it_reads(kernel: CompiledKernel, _form: Any) -> None:
+    wait = kernel.ptx.index("griddepcontrol.wait")
+    for text in ("ld.global", "cp.async.bulk.tensor", "st.global"):
+        assert text not in kernel.ptx or kernel.ptx.index(text) > wait, text
+
+
 def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
     kept: dict[str, MachineCode] = {}
     for code in codes:
@@ -86,7 +141,7 @@ def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
     return list(kept.values())
 
 
-CODE = _once(_code())
+CODE = [*_once(_code()), *_once(_by_row_code())]
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -125,6 +180,10 @@ JUDGED = [
         _cases("sm_90a", [*facts.TILES["sm_90a"].values()], (1, 17, 400, 2048)), 10, HOPPER,
     ),
     _judged("sm_100a", _cases("sm_100a", OF_SECOND, (1, 17, 2048)), 3, BLACKWELL),
+    Judged(
+        "sm90_moe_by_row", by_row_checks.cases(), by_row_checks.mismatch, by_row_checks.fuzzed,
+        6, 20, by_row_checks.on_device, 10, HOPPER,
+    ),
 ]  # fmt: skip
 DETECTIONS: list[Any] = []
 
@@ -151,7 +210,30 @@ def _replay(target: str) -> Replay:
     )  # fmt: skip
 
 
+def _replay_by_row() -> Replay:
+    """Other tokens, and other choices of them."""
+    case = by_row_checks.Case(
+        ByRowProblem(MoeProblem(4, 512, 384, 16, 4, 16, 10.0), shared=True), "even", 1
+    )
+    given = by_row_checks.given_of(case)
+    memory = by_row_checks.memory_of(case, given)
+    out = memory.pop("out")
+    rounds = []
+    for other in (replace(case, choice="absent", seed=2), replace(case, choice="same", seed=3)):
+        later = list(by_row_checks.given_of(other).values())
+
+        def mismatch(other: by_row_checks.Case = other) -> str:
+            return by_row_checks.difference(other, given, {**memory, "out": out})
+
+        rounds.append(Round(later, mismatch=mismatch))
+    return Replay(
+        lambda: by_row_checks.launch(case, given, {**memory, "out": out}),
+        list(given.values()), out, rounds, scratch=memory, poison=0xFF,
+    )  # fmt: skip
+
+
 REPLAYS = [
+    ReplayCase("sm90_moe_by_row", _replay_by_row, HOPPER),
     ReplayCase("sm90_moe_nvfp4", partial(_replay, "sm_90a"), HOPPER),
     ReplayCase("sm100_moe_nvfp4", partial(_replay, "sm_100a"), BLACKWELL),
 ]

@@ -10,6 +10,7 @@ from degarble.kernels.gemm.gemv_problem import GemvProblem
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
+from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeProblem, summed
 from degarble.kernels.moe.problem import (
     BEFORE_W2,
     GATE_AND_UP,
@@ -41,6 +42,7 @@ TARGETS = {"sm90": "sm_90a", "sm100": "sm_100a"}
 _EXPERTS = ("sm90_moe_nvfp4", "simt_moe_rows")
 _EXPERTS_100 = ("sm100_moe_nvfp4", *_EXPERTS)
 LAUNCHED_BY = {
+    "sm90_moe_by_row": ("sm90_moe_by_row", "sm90_gemm_w4a16", "simt_moe_rows"),
     "sm90_moe_nvfp4": _EXPERTS,
     "sm100_moe_nvfp4": _EXPERTS_100,
     "sm90_shared_expert": (*_EXPERTS, "sm90_gemm_fp8_block", "simt_quantise_fp8"),
@@ -227,6 +229,39 @@ def _experts_cases() -> Iterator[LaunchCase]:
                 yield LaunchCase("simt_moe_rows.COMBINE", problem, summed, target)
 
 
+def _by_row_cases() -> Iterator[LaunchCase]:
+    """Experts of few tokens: the whole call, and each of its kernels."""
+    for shared, target in ((True, "sm_90a"), (False, "sm_90a"), (True, "sm_100a")):
+        moe = MoeProblem(3, 256, 128, 4, 2, 4, 10.0)
+        problem = ByRowProblem(moe, shared)
+        stacked = _moe_operands(replace(moe, experts=4 + shared, routed=4 + shared))
+        given = stacked if shared else stacked | {"shared": Given(BF16, (3, 256))}
+        yield LaunchCase("sm90_moe_by_row", problem, given, target)
+        rows = problem.rows
+        between = {
+            "x_rows": Given(BF16, (rows, 256)), "gate_and_up": Given(BF16, (rows, 256)),
+            "hidden_rows": Given(BF16, (rows, 128)), "products": Given(BF16, (rows, 256)),
+            "places": Given(INT32, (6,)),
+        }  # fmt: skip
+        every = given | between
+        w13 = ("w13_codes", "w13_scales", "w13_decode_scale", "w13_input_scale", "experts")
+        for name, of, names in (
+            ("ROWS", DecodeProblem(problem, "values"), ("x", "experts", "w13_input_scale")),
+            ("FC1", problem, ("x_rows", *w13)),
+            (
+                "GATED", DecodeProblem(problem, "swiglu"),
+                ("gate_and_up", "experts", "w2_input_scale"),
+            ),
+            ("FC2", problem, ("hidden_rows", *(each.replace("w13", "w2") for each in w13))),
+            (
+                "SUM", summed(problem, shared=not shared),
+                ("products", "places", "weights", *(() if shared else ("shared",))),
+            ),
+        ):  # fmt: skip
+            own = {each: every[each] for each in names}
+            yield LaunchCase(f"sm90_moe_by_row.{name}", of, own, target)
+
+
 def _order(rows: RowsProblem) -> dict[str, Given]:
     sizes = dict(zip(PLANNED, rows.sizes, strict=True))
     return {name: Given(INT32, (sizes[name],)) for name in ("rows", "tiles", "slots")}
@@ -259,7 +294,12 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "sm90_gemm_nvfp4": _by_name,
     "sm90_gemm_w4a16": _by_name,
     "sm90_moe_nvfp4": _by_name,
+    "sm90_moe_by_row": _by_name,
     "sm90_shared_expert": _shared_expert,
+    **{
+        f"sm90_moe_by_row.{name}": _of_several(name)
+        for name in ("ROWS", "FC1", "GATED", "FC2", "SUM")
+    },
     **{f"simt_moe_rows.{name}": _of_several(name) for name in ("PLAN", "GATHER", "COMBINE")},
     **{
         f"{architecture}_moe_nvfp4.{name}": _of_several(name)
@@ -269,4 +309,5 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
 }
 CASES = (
     *_gemm_cases(), *_few_rows_cases(), *_grouped_cases(), *_moe_cases(), *_experts_cases(),
+    *_by_row_cases(),
 )  # fmt: skip

@@ -66,12 +66,24 @@ DESCRIBED = (
     "sm90_gemm_nvfp4",
     "sm90_gemm_w4a16",
     "sm90_indexer_scores",
+    "sm90_moe_by_row.FC1",
+    "sm90_moe_by_row.FC2",
+    "sm90_moe_by_row.GATED",
+    "sm90_moe_by_row.ROWS",
+    "sm90_moe_by_row.SUM",
     "sm90_moe_nvfp4.FC1",
     "sm90_moe_nvfp4.FC2",
     "sm90_sparse_attention",
 )
-SEQUENCES = ("sm100_moe_nvfp4", "sm100_shared_expert", "sm90_moe_nvfp4", "sm90_shared_expert")
-ANYWHERE = ("sm90_gemm_w4a16",)  # named for the first target that it had
+SEQUENCES = (
+    "sm100_moe_nvfp4", "sm100_shared_expert", "sm90_moe_by_row", "sm90_moe_nvfp4",
+    "sm90_shared_expert",
+)  # fmt: skip
+# Named for the first target that they had.
+ANYWHERE = (
+    "sm90_gemm_w4a16", "sm90_moe_by_row",
+    *(f"sm90_moe_by_row.{name}" for name in ("FC1", "FC2", "GATED", "ROWS", "SUM")),
+)  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
 

@@ -1,0 +1,176 @@
+"""Problem and forms of experts for very few tokens, where each row multiplies its own matrices.
+
+Rows: those of the shared expert first, if it takes part, a row a token; then the slots, row
+shared + t * K + k. No row waits for another one's plan, and no tile is filled with zeros: two slots
+of one expert read its matrices twice. Sums have W4A16's order (w4a16_problem), so a row's bits do
+not depend on other rows. Host arithmetic only, no GPU and no DSL.
+Shape letters: T tokens, K chosen, D hidden, F width of an expert, E experts, the shared one last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
+from degarble.kernels.gemm import w4a16_problem as product
+from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm, W4A16Problem, W4A16Tactic
+from degarble.kernels.moe.problem import AFTER_W2, GATE_AND_UP, CombineProblem, MoeProblem
+from degarble.kernels.primitives.quantise_problem import BLOCK, SWIGLU, VALUES
+from degarble.kernels.runtime.targets import SM90A
+
+MOST_TOKENS = product.LARGEST_ROWS
+SCALE_BYTES = 16  # of shared memory behind the activations: the scale of the output
+DECODING_THREADS = 128  # of a thread block, a block of 16 values each
+
+
+@dataclass(frozen=True)
+class ByRowProblem:
+    """T tokens, K of the routed experts each, and the shared expert where `shared`."""
+
+    moe: MoeProblem
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        moe = self.moe
+        if moe.tokens > MOST_TOKENS:
+            raise ShapeMismatch(
+                "tokens whose rows multiply matrices of their own",
+                moe.tokens,
+                f"at most {MOST_TOKENS}",
+                "Use the grouped kernel, which reads an expert once for all of its rows.",
+            )
+        if moe.experts != moe.routed:
+            raise InvalidArgument(
+                "experts held here", moe.experts, f"all {moe.routed}", "Use the grouped kernel."
+            )
+        if moe.weighting != AFTER_W2:
+            raise InvalidArgument("weighting", moe.weighting, AFTER_W2, "Use the grouped kernel.")
+
+    @property
+    def shared_rows(self) -> int:
+        """Return the rows of the shared expert, which come first."""
+        return self.moe.tokens if self.shared else 0
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of all experts."""
+        return self.shared_rows + self.moe.slots
+
+    @property
+    def experts(self) -> int:
+        """Return the experts whose matrices are stacked, the shared one last."""
+        return self.moe.experts + self.shared
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """Rows quantised with their experts' scales and decoded: x of their tokens, or after SwiGLU."""
+
+    by_row: ByRowProblem
+    source: str
+
+    @property
+    def columns(self) -> int:
+        """Return the values of a decoded row."""
+        moe = self.by_row.moe
+        return moe.hidden if self.source == VALUES.name else moe.width
+
+    @property
+    def input_shape(self) -> tuple[int, int]:
+        """Return the shape of what is read: tokens, or gate and then up of each row."""
+        if self.source == VALUES.name:
+            return self.by_row.moe.tokens, self.columns
+        return self.by_row.rows, SWIGLU.read_for_one * self.columns
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return the thread blocks along a row, and the rows."""
+        return ceil_div(self.columns // BLOCK, DECODING_THREADS), self.by_row.rows
+
+
+@dataclass(frozen=True)
+class DecodeForm:
+    """Compile-time parameters of what quantises and decodes rows."""
+
+    source: str
+    limit: float | None
+    target: str
+
+
+@dataclass(frozen=True)
+class ByRowSum(CombineProblem):
+    """The sum of a token's slots, and of the shared expert's row, which is among the products."""
+
+    rides: bool
+
+
+# Two thread blocks share a processor: one loads while the other one adds up its parts of K.
+# Not measured yet; every form gives the same bits.
+WIDE = W4A16Tactic(1, float("inf"), tiles=4, groups=1, ranks=1, stages=4, resident=2)
+NARROW = W4A16Tactic(1, float("inf"), tiles=2, groups=1, ranks=1, stages=4, resident=2)
+TACTICS = (WIDE, NARROW)
+
+
+def matrix_problem(problem: ByRowProblem, products: int) -> W4A16Problem:
+    """Return the product of one row with one matrix: gate or up, or down."""
+    sides = problem.moe.width, problem.moe.hidden
+    n, k = sides if products == GATE_AND_UP else sides[::-1]
+    return W4A16Problem(1, n, k, SWIZZLE_128X4.name)
+
+
+def choose_tactic(problem: W4A16Problem, target: str) -> W4A16Tactic:
+    """Return the tactic of a product; wide tiles spill elsewhere, since two blocks share it."""
+    whole = problem.columns % product.COPIED == 0
+    return WIDE if whole and target == SM90A.name else NARROW
+
+
+def form_of(
+    problem: ByRowProblem, products: int, target: str, tactic: W4A16Tactic | None = None
+) -> W4A16ByRowForm:
+    """Return the form of both products of a row with gate and up, or of one with down."""
+    one = matrix_problem(problem, products)
+    form = product.choose_form(one, tactic or choose_tactic(one, target), target)
+    return W4A16ByRowForm(
+        **{field.name: getattr(form, field.name) for field in fields(form)}, products=products
+    )
+
+
+def choose_first_form(problem: ByRowProblem, target: str) -> W4A16ByRowForm:
+    """Return the form of gate and up."""
+    return form_of(problem, GATE_AND_UP, target)
+
+
+def choose_second_form(problem: ByRowProblem, target: str) -> W4A16ByRowForm:
+    """Return the form of down."""
+    return form_of(problem, 1, target)
+
+
+def choose_decode_form(problem: DecodeProblem, target: str) -> DecodeForm:
+    """Return the form that quantises and decodes rows."""
+    limit = problem.by_row.moe.limit if problem.source == SWIGLU.name else None
+    return DecodeForm(problem.source, limit, target)
+
+
+def extents_of(problem: ByRowProblem, form: W4A16ByRowForm) -> tuple[int, ...]:
+    """Return rows, N, K, experts, shared rows, rounds kept, thread blocks, shared bytes."""
+    one = matrix_problem(problem, form.products)
+    return (
+        problem.rows,
+        one.outputs,
+        one.columns,
+        problem.experts,
+        problem.shared_rows,
+        product.rounds_kept(one, form),
+        product.grid(one, form),
+        product.shared_bytes(one, form) + SCALE_BYTES,
+    )
+
+
+def summed(problem: ByRowProblem, *, shared: bool) -> ByRowSum:
+    """Return the sum of all rows to tokens; `shared` says that a caller has the shared output."""
+    moe = problem.moe
+    with_shared = shared or problem.shared
+    return ByRowSum(
+        moe.tokens, moe.hidden, moe.chosen, problem.rows, True, with_shared, problem.shared
+    )

@@ -1,0 +1,290 @@
+"""Experts of very few tokens: arithmetic, refusals, and on an H200 bits, company, forms, races."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import product
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
+from degarble.kernels.gemm import w4a16_problem as w4a16
+from degarble.kernels.moe import by_row_problem as facts
+from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeProblem
+from degarble.kernels.moe.problem import BEFORE_W2, GATE_AND_UP, MoeProblem
+from degarble.kernels.runtime.modules import kernel_named
+from degarble.kernels.runtime.targets import TARGETS
+from degarble.suites.kernels.moe import by_row_checks as checks
+from degarble.suites.kernels.moe.by_row_checks import Case
+from degarble.suites.kernels.moe.contract import BY_ROW_TACTICS
+from degarble.suites.kernels.moe.moe_faults import as_they_are, not_clamped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.needs("cutlass")
+
+SMALL = MoeProblem(5, 352, 416, 8, 3, 8, 2.0)
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_the_shared_expert_come_first_and_everybody_has_one(shared: bool) -> None:
+    problem = ByRowProblem(SMALL, shared)
+    assert problem.rows == 15 + 5 * shared
+    assert problem.experts == 8 + shared
+    assert DecodeProblem(problem, "values").grid == (1, problem.rows)
+    assert DecodeProblem(problem, "values").input_shape == (5, 352)
+    assert DecodeProblem(problem, "swiglu").input_shape == (problem.rows, 2 * 416)
+    summed = facts.summed(problem, shared=False)
+    assert (summed.rows, summed.shared, summed.rides) == (problem.rows, shared, shared)
+    assert facts.summed(ByRowProblem(SMALL), shared=True).shared
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("sizes", [*checks.MODELS.values(), (352, 416, 3), (32, 32, 1)])
+def test_two_thread_blocks_share_a_processor_and_cover_the_outputs(
+    target: str, sizes: tuple[int, int, int]
+) -> None:
+    hidden, width, chosen = sizes
+    problem = ByRowProblem(MoeProblem(16, hidden, width, 256, chosen, 256), shared=True)
+    for products in (GATE_AND_UP, 1):
+        form = facts.form_of(problem, products, target)
+        rows, n, k, experts, shared, kept, blocks, size = facts.extents_of(problem, form)
+        assert (rows, experts, shared) == (16 * (chosen + 1), 257, 16)
+        assert (n, k) == ((width, hidden) if products == GATE_AND_UP else (hidden, width))
+        # CUDA C++ Programming Guide 13.0: 228 KB a processor, 1 KB of which each block reserves.
+        assert form.resident * (size + w4a16.RESERVED_BYTES) <= 228 * 1024
+        assert form.resident * form.threads <= 2048
+        scales_at = w4a16.BARRIER_BYTES + form.ring_bytes + kept * form.kept_bytes
+        assert scales_at + facts.SCALE_BYTES == size
+        assert rows * products < 1 << 16, "grid z"
+        found = {
+            w4a16.row_of(block * form.outputs // w4a16.TILE + tile, place, form.layout)
+            for block, tile, place in product(range(blocks), range(form.tiles), range(w4a16.TILE))
+        }
+        assert set(range(n)) <= found
+
+
+def test_refuses_by_name() -> None:
+    with pytest.raises(ShapeMismatch, match=r"tokens whose rows .*= 65: expected at most 64"):
+        ByRowProblem(replace(SMALL, tokens=65))
+    with pytest.raises(InvalidArgument, match="experts held here = 7: expected all 8"):
+        ByRowProblem(replace(SMALL, experts=7))
+    with pytest.raises(InvalidArgument, match="weighting = 'before w2'"):
+        ByRowProblem(replace(SMALL, weighting=BEFORE_W2))
+
+
+def test_the_output_of_a_shared_expert_that_takes_part_is_refused() -> None:
+    case = Case(ByRowProblem(SMALL, shared=True))
+    given = checks.given_of(case, "cpu")
+    with pytest.raises(InvalidArgument, match="shared expert's output"):
+        kernel_named("sm90_moe_by_row").run(
+            case.problem, checks.SETTINGS, None, **given, shared=given["x"]
+        )
+
+
+# ---- planted faults ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function of a module, and what stands in its place; it is given the true one first."""
+
+    name: str
+    module: str
+    function: str
+    instead: Callable[..., Any]
+    choice: str = "even"
+
+    @property
+    def case(self) -> Case:
+        """The call by which it is judged."""
+        return Case(ByRowProblem(SMALL, shared=True), self.choice, 3)
+
+
+def _expert_before(true: Any, *given: Any) -> Any:
+    place = true(*given)
+    products = given[-1].products
+    (matrix,) = place.matrix
+    return place._replace(matrix=(matrix - products,))
+
+
+def _gate_for_up(true: Any, *given: Any) -> Any:
+    place, products = true(*given), given[-1].products
+    (matrix,) = place.matrix
+    return place._replace(matrix=(matrix // products * products,))
+
+
+def _first_row(true: Any, *given: Any) -> Any:
+    return true(*given)._replace(row=0)
+
+
+def _scale_of_one(true: Any, address: Any, number: Any) -> Any:
+    true(address, number * 0.0 + 1.0)
+
+
+_PRODUCT = "degarble.kernels.gemm.sm90_gemm_w4a16"
+FAULTS = (
+    Fault("matrices of the expert before", _PRODUCT, "own_matrix", _expert_before),
+    Fault("gate for up", _PRODUCT, "own_matrix", _gate_for_up),
+    Fault("first row for all", _PRODUCT, "own_matrix", _first_row),
+    Fault(
+        "scale left out", "degarble.kernels.gemm.w4a16_instructions", "store_number", _scale_of_one
+    ),
+    Fault(
+        "limit left out", "degarble.kernels.primitives.device_words", "swiglu_numbers", not_clamped
+    ),
+    Fault("routing weight left out", "degarble.kernels.moe.simt_moe_rows", "weighed", as_they_are),
+)
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Replace the function while kernels are traced, past every cache."""
+    module = import_module(fault.module)
+    true = getattr(module, fault.function)
+
+    def instead(*given: Any, **named: Any) -> Any:
+        return fault.instead(true, *given, **named)
+
+    checks.fresh()
+    try:
+        with mock.patch.object(module, fault.function, instead):
+            yield
+    finally:
+        checks.fresh()
+
+
+def texts(case: Case) -> list[str]:
+    """Return the PTX of all that a call launches, as it is traced now."""
+    call: Any = kernel_named("sm90_moe_by_row")
+    problems = call.problems(case.problem, None, {})
+    return [
+        kernel.compile_form(kernel.choose_form(own, "sm_90a"), checks.SETTINGS).ptx
+        for kernel, own in zip(call.kernels, problems, strict=True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_changes_the_machine_code(fault: Fault) -> None:
+    whole = texts(fault.case)
+    with planted(fault):
+        assert texts(fault.case) != whole
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_caught_and_a_whole_call_is_not(fault: Fault) -> None:
+    # The whole call first: the oracle must not be compiled with a fault.
+    assert not checks.mismatch(fault.case)
+    with planted(fault):
+        assert checks.mismatch(fault.case)
+
+
+# ---- bits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.h200
+def test_a_token_depends_on_no_other_token() -> None:
+    moe = MoeProblem(16, 1024, 512, 16, 4, 16, 10.0)
+    case = Case(ByRowProblem(moe, shared=True), "same", 5)
+    given = checks.given_of(case)
+    whole = checks.memory_of(case, given)
+    checks.launch(case, given, whole)
+    of_tokens = ("x", "experts", "weights")
+    for first, count in ((0, 1), (7, 1), (15, 1), (3, 2), (5, 9)):
+        part = replace(case, problem=ByRowProblem(replace(moe, tokens=count), shared=True))
+        tokens = slice(first, first + count)
+        own = {**given, **{name: given[name][tokens].contiguous() for name in of_tokens}}
+        memory = checks.memory_of(part, own)
+        checks.launch(part, own, memory)
+        assert torch.equal(memory["out"], whole["out"][tokens]), (first, count)
+    given["x"][4] = torch.nan
+    again = checks.memory_of(case, given)
+    checks.launch(case, given, again)
+    others = [token for token in range(16) if token != 4]
+    assert torch.equal(again["out"][others], whole["out"][others])
+
+
+@pytest.mark.h200
+def test_tiles_and_stages_do_not_change_a_bit() -> None:
+    call: Any = import_module("degarble.kernels.moe.sm90_moe_by_row")
+    for hidden, width in ((4096, 2048), (512, 256)):
+        problem = ByRowProblem(MoeProblem(3, hidden, width, 8, 2, 8, 10.0), shared=True)
+        case = Case(problem, "even", hidden)
+        given = checks.given_of(case)
+        memory = checks.memory_of(case, given)
+        checks.launch(case, given, memory)
+        for products, kernel, out in (
+            (GATE_AND_UP, call.FC1, "gate_and_up"), (1, call.FC2, "products"),
+        ):  # fmt: skip
+            read = {**given, **memory}
+            own = {name: read[name] for name in kernel.names if name != out}
+            for tactic in BY_ROW_TACTICS:
+                form = facts.form_of(problem, products, "sm_90a", tactic)
+                made = torch.full_like(memory[out], torch.nan)
+                kernel.run(problem, checks.SETTINGS, form, **own, **{out: made})
+                assert torch.equal(made, memory[out]), tactic
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int) -> None:
+    """A chain without a pause: each call's sum is the next one's x, all in the same memory."""
+    moe = MoeProblem(tokens, 1024, 512, 8, 2, 8, 10.0)
+    cases = [Case(ByRowProblem(moe, shared=True), "even", seed) for seed in range(4)]
+    given = [checks.given_of(case) for case in cases]
+    for each in given:
+        each["w2_decode_scale"].mul_(2.0**-4)
+    memory = checks.memory_of(cases[0], given[0])
+    start, x = given[0]["x"].clone(), torch.empty_like(given[0]["x"])
+
+    def chain(wait: bool) -> torch.Tensor:
+        x.copy_(start)
+        for step in range(32):
+            checks.launch(cases[step % 4], {**given[step % 4], "x": x}, memory)
+            if wait:
+                torch.cuda.synchronize()
+            x.copy_(memory["out"])
+            if wait:
+                torch.cuda.synchronize()
+        return x.clone()
+
+    want = chain(wait=True)
+    assert bool(want.isfinite().all())
+    assert bool(want.any())
+    for _ in range(10):
+        assert torch.equal(chain(wait=False), want)
+
+
+@pytest.mark.h200
+def test_no_stage_is_filled_again_before_it_is_read() -> None:
+    """Weights that stay in the cache, beside a busy stream, in graphs of launches without pause."""
+    case = Case(ByRowProblem(MoeProblem(2, 4096, 512, 4, 2, 4, 10.0), shared=True), "even", 9)
+    given = checks.given_of(case)
+    memory = checks.memory_of(case, given)
+    checks.launch(case, given, memory)
+    want = {name: tensor.clone() for name, tensor in memory.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(32):
+            checks.launch(case, given, memory)
+    busy, neighbour = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    for _ in range(60):
+        with torch.cuda.stream(neighbour):
+            for _ in range(4):
+                busy.mul_(1.0)
+        for tensor in memory.values():
+            tensor.view(torch.uint8).fill_(checks.POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(memory[name], tensor) for name, tensor in want.items())
