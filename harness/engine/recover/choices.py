@@ -119,8 +119,9 @@ def _replaced(context: ComponentContext, record: CallRecord, name: str) -> Itera
     rows = wrong.nonzero().flatten()
     part = rows_of(record, rows[:: -(-len(rows) // MOST_TRIED)])
     before = distance(part.outputs, part.expected)
-    pairs = [(a, b, True) for a in few for b in values if a < b or (b not in few and a != b)]
-    pairs += [(a, b, False) for a in few for b in values if a != b]
+    # Where no row has the other number, one that is read as it cannot be told from an exchange.
+    pairs = [(a, b, False) for a in few for b in values if a != b]
+    pairs += [(a, b, True) for a in few for b in values if a < b or (b not in few and a != b)]
     for one, other, both in pairs:
         read = {one: other, other: one} if both else {one: other}
         words = f"{one} is {other}" + (f" and {other} is {one}" if both else "")

@@ -763,12 +763,16 @@ def _by_codes(context: ComponentContext, calls: Sequence[CallRecord]) -> Describ
 
 
 def _by_whole_numbers(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    held: list[tuple[FaultVariant, VariantFit]] = []
     for variant in (*other_choices(calls[0]), *other_numbers_given(context, calls[0])):
         fit = _predicts(context, calls, variant)
         if fit is not None:
-            sentence = f"The outputs follow if {variant.words}."
-            return Described(sentence, _COMPONENT, (), variant, fit)
-    return None
+            held.append((variant, fit))
+    if not held:
+        return None
+    variant, fit = held[0]
+    sentence = f"The outputs follow if {variant.words}{_others(held[:SHOWN])}."
+    return Described(sentence, _COMPONENT, (), variant, fit)
 
 
 def _by_orders(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:

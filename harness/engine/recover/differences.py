@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Function = Callable[["Tensor"], "Tensor"]
 FEWEST = 4  # numbers that differ
+FEWEST_ROWS = 3  # of tokens, that are every so many: any two are
 MISSED = 1e-3  # of the numbers of a part, that a rule may miss by roundings
 MOST_LISTED = 8  # lines by number
 MOST_MATCHED = 1 << 26  # pairs of numbers, to find lines in other places
@@ -163,11 +164,15 @@ def parts_of(wrong: Tensor, kind: str, known: Tensor | None = None) -> list[Line
 
 
 def _of_tokens(wrong: Tensor) -> list[Lines]:
-    """Return all rows, and every so many: other rows are said by when a cause acts."""
+    """Return all rows, and every so many: other rows are said by when a cause acts.
+
+    Any two rows are some number apart.
+    """
+    many = int(wrong.sum()) >= FEWEST_ROWS
     return [
         each
         for each in parts_of(wrong, "row")
-        if not each.words or "(every" in each.words
+        if not each.words or (many and "(every" in each.words)
     ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_inputs, with_outputs
-from degarble.suites.engine.recover.test_described import told
+from degarble.suites.engine.recover.test_described import model, told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Tensors = Mapping[str, Tensor]
+
+
+ROWS = 8  # few enough that some numbers are in none
 
 
 def replaced(x: Tensor) -> Tensor:
@@ -42,6 +45,19 @@ def test_numbers_that_stand_for_others_are_told(
     found = told(component, variant)
     assert found is not None
     assert words in found.sentence
+
+
+def test_an_exchange_is_named_beside_what_the_calls_cannot_tell_from_it() -> None:
+    tokens = model().sights("embed", None)[0].inputs["tokens"][:ROWS]
+    numbers = range(int(tokens.max()))
+    one, other = tokens.unique()[0].item(), next(n for n in numbers if n not in tokens)
+    variant = FaultVariant("replaced", with_inputs(
+        lambda own: {**own, "tokens": torch.where(own["tokens"] == one, other, own["tokens"])}
+    ))  # fmt: skip
+    found = told("embed", variant, rows=ROWS)
+    assert found is not None
+    assert f"tokens {one} is {other}, wherever it stands (or" in found.sentence
+    assert "explain it as well" in found.sentence
 
 
 def test_the_row_before_is_told() -> None:

@@ -74,6 +74,15 @@ def test_rows_of_a_weight_that_moved_are_told_in_their_part(part: tuple[slice, s
     assert torch.equal(rule.apply(right), seen)
 
 
+@pytest.mark.parametrize(("begin", "told"), [(6, False), (3, True)])
+def test_two_rows_of_tokens_are_not_every_so_many(begin: int, told: bool) -> None:
+    right = drawn(2)
+    seen = right.clone()
+    seen[begin::10, 3:9] += 0.5
+    assert bool(list(rules_of(sides_of(right, seen)))) is told
+    assert list(rules_of(sides_of(right, seen), rows=True)), "rows of a weight stay what they are"
+
+
 def test_no_rule_is_told_of_other_numbers() -> None:
     assert not list(rules_of(sides_of(drawn(3), drawn(4))))
     assert not list(rules_of(sides_of(drawn(3), drawn(3))))
