@@ -8,10 +8,11 @@ Roles: `form.warps` warps multiply (groups x 16 / ranks, one part of K each); on
 Pipelines, both with full barriers (1 arrival plus bytes) and empty barriers (`form.warps`
   arrivals): (1) `form.stages` stages of weights, a round's codes and scales of one tile per group;
   (2) rounds of activations, which stay for all tiles of the round.
-Order: set up barriers; PDL: release the next launch, wait for the one before; per round and tile
-  the loading warp waits for space and issues boxes, the others wait, decode, multiply by mma.sync
-  and release the stage; the parts' sums replace the stages in shared memory; thread block or
-  cluster barrier; all threads add the parts in order, scale, round, write.
+Order: set up barriers; PDL: release the next launch, ask L2 for the first stages' weights, wait for
+  the launch before; per round and tile the loading warp waits for space and issues boxes, the
+  others wait, decode, multiply by mma.sync and release the stage; the parts' sums replace the
+  stages in shared memory; thread block or cluster barrier; all threads add the parts in order,
+  scale, round, write.
 K that is no multiple of 256 (`ragged`) puts linear scales on addresses that TMA rejects; lanes read
   those from global memory.
 By row (W4A16ByRowForm, `launch_by_row`): grid z is a row of activations and one matrix of its
@@ -117,7 +118,10 @@ Box = tuple[Any, tuple[int, ...]]  # type of an element, extents
 def copy_box(
     view: tuple[Any, Any], box: Box, place: tuple[Any, ...], to: Any, barrier: Any
 ) -> None:
-    """Start the TMA copy of the box at `place`, counted in boxes, to a shared address."""
+    """Start the TMA copy of the box at `place`, counted in boxes, to a shared address.
+
+    Without a barrier only L2 is asked to have it.
+    """
     atom, tensor = view
     element, shape = box
     rank = len(shape)
@@ -127,8 +131,11 @@ def copy_box(
     grouped = cute.group_modes(shared, 0, rank), cute.group_modes(boxes, 0, rank)
     target, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
     coordinate = (None, *(Int32(each) for each in place))
-    bar = make_shared_ptr(Int64, barrier, 8)
-    cute.copy(atom, source[coordinate], target, tma_bar_ptr=bar)
+    if cutlass.const_expr(barrier is None):
+        cute.prefetch(atom, source[coordinate])
+    else:
+        bar = make_shared_ptr(Int64, barrier, 8)
+        cute.copy(atom, source[coordinate], target, tma_bar_ptr=bar)
 
 
 def make_shared_ptr(element: Any, address: Any, alignment: int) -> Any:
@@ -162,9 +169,35 @@ def ask_weights(
     form: W4A16Form,
 ) -> None:
     """Start to copy a round's codes and scales of one tile of every group to a stage."""
-    round_, tile, at = asked
-    barrier, stage = memory.full + at * 8, memory.ring + at * form.stage_bytes
+    stage = memory.ring + asked[2] * form.stage_bytes
+    barrier = memory.full + asked[2] * 8
     ptx.expect(barrier, Uint32(form.copied_bytes), place.lane == 0)
+    copy_weights(views, place, asked[:2], (stage, barrier), form)
+
+
+@cute.jit
+def ask_early(views: Views, place: W4A16Thread, rounds: Any, form: cutlass.Constexpr) -> None:
+    """Ask L2 for the weights of as many stages as there are, before the previous launch has ended.
+
+    Nothing is read: L2 is also where its writes arrive.
+    """
+    ahead = cutlass.min(Uint32(form.stages), rounds * form.tiles)
+    for at in cutlass.range(Uint32(0), ahead, unroll=1):
+        copy_weights(views, place, (at // form.tiles, at % form.tiles), (Uint32(0), None), form)
+
+
+def copy_weights(
+    views: Views,
+    place: W4A16Thread,
+    asked: tuple[Any, Any],
+    target: tuple[Any, Any],
+    form: W4A16Form,
+) -> None:
+    """Start the copies of a round's codes and scales of one tile of every group.
+
+    `target` is the address of a stage and its barrier, or None where L2 is asked alone.
+    """
+    (round_, tile), (stage, barrier) = asked, target
     span = round_ * form.ranks + place.rank
     box, of_scales = (Int32, facts.code_box(form)), (Uint8, facts.scale_box(form))
     for group in range(form.groups):
@@ -463,6 +496,9 @@ def w4a16_kernel(
     # PDL: the next kernel may set up from here on. This one reads and writes no global memory
     # before the previous kernel, and with it everything that kernel waited for, has ended.
     let_follow()
+    if cutlass.const_expr(not form.by_row):  # noqa: SIM102  the first is settled when traced
+        if place.warp == form.warps:
+            ask_early(views, place, ceil_div(columns, facts.ROUND), form)
     wait_for_front()
     kept_scale = memory.kept + kept_count * form.kept_bytes
     if cutlass.const_expr(form.by_row):
