@@ -167,6 +167,11 @@ def experts(hidden: int, width: int, count: int) -> Experts:
 # ---- a V4 layer ----------------------------------------------------------------------------------
 
 
+def every_expert(hidden: int, width: int, count: int) -> Experts:
+    """Return experts, and one more: the shared one, where it is computed with them."""
+    return replace(experts(hidden, width, count + 1), with_shared=True)
+
+
 def mixing(config: V4Config, products: int) -> records.MhcLayout:
     """mHC's parameters."""
     fn = float32(products, config.hc_mult * config.hidden_size) * 0.1
@@ -416,7 +421,7 @@ def decoder(options: Any) -> Iterator[Part]:
     """Layers of each type at the end of 8,192 tokens."""
     config = replace(MODELS[options.model], num_hash_layers=0)
     sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-    of = Given(Remembering(settings_here()), config, experts(*sizes), options.recipe, ENTRY)
+    of = Given(Remembering(settings_here()), config, every_expert(*sizes), options.recipe, ENTRY)
     given = replace(of, products=options.products)
     yield f"{options.model}, {options.recipe}, {options.products}, caches of FP8 entries"
     for lanes in options.lanes:
@@ -433,7 +438,7 @@ def decoder(options: Any) -> Iterator[Part]:
 def decoder_v32(options: Any) -> Iterator[Part]:
     """A dense layer and one of experts; --pieces adds 64 tokens of one prompt."""
     sizes = V3_2.hidden_size, V3_2.moe_intermediate_size, V3_2.n_routed_experts
-    of = Given(Remembering(settings_here()), V3_2, experts(*sizes), options.recipe, ENTRY_V32)
+    of = Given(Remembering(settings_here()), V3_2, every_expert(*sizes), options.recipe, ENTRY_V32)
     given = replace(of, products=options.products)
     yield f"V3.2, {options.recipe}, {options.products}, entries of 656 bytes"
     for lanes, rows in [(n, n) for n in options.lanes] + [(1, PIECE)] * options.pieces:
@@ -454,10 +459,7 @@ def decoder_products(options: Any) -> Iterator[Part]:
     config = replace(MODELS[options.model], num_hash_layers=0) if is_v4 else V3_2
     sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
     entry = ENTRY if is_v4 else ENTRY_V32
-    # One more of them is the shared expert, where it is computed with the routed ones.
-    hidden, width, count = sizes
-    every = replace(experts(hidden, width, count + 1), with_shared=True)
-    plain = Given(Remembering(settings_here()), config, every, NVFP4, entry)
+    plain = Given(Remembering(settings_here()), config, every_expert(*sizes), NVFP4, entry)
     yield f"{options.model}, {NVFP4}: one decides, for a graph of so many lanes"
     kind_of: Callable[[Block], Any] = (lambda b: b.ratio) if is_v4 else (lambda b: b.mlp_type)
     names: dict[Any, str] = {**TYPES, **TYPES_V32}

@@ -137,7 +137,7 @@ def given_of(model: str) -> bench.Given:
     sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
     entry = bench.ENTRY if model == "V4-Flash" else bench.ENTRY_V32
     kernels = bench.Remembering(settings_here())
-    return bench.Given(kernels, config, bench.experts(*sizes), RECIPE, entry)
+    return bench.Given(kernels, config, bench.every_expert(*sizes), RECIPE, entry)
 
 
 def tokens() -> Iterator[LargeRow]:
