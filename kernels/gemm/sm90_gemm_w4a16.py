@@ -447,30 +447,26 @@ def own_matrix(
     place: W4A16Thread,
     pointers: tuple[Any, ...],
     extents: tuple[Any, ...],
-    kept_scale: Any,
     form: W4A16ByRowForm,
-) -> W4A16Thread:
-    """Return the loading warp's position with its row and matrix; leave the scale of the output.
+) -> tuple[W4A16Thread, Any]:
+    """Return the loading warp's position with its row and matrix, and the scale of the output.
 
     Rows of the shared expert, whose matrices are the last ones, come first. A row whose expert is
     not here gets a matrix beyond the last one, of which TMA reads zeros, and the scale 0.
     """
     row, product = block_of_rows() // form.products, block_of_rows() % form.products
     shared, routed, experts = (Uint32(extent) for extent in extents[4:])
-    slot = ops.select(row < shared, Uint32(0), row - shared)
+    slot = facts.slot_of(row, shared)
     chosen = ptx.global_word(pointers[6].toint() + Int64(slot) * 4)
-    # An expert below 0 is a large unsigned number.
-    expert = ops.select(chosen < routed, chosen, experts)
-    expert = ops.select(row < shared, routed, expert)
+    expert = facts.expert_of(row, chosen, (shared, routed, experts))
     matrix, known = expert * form.products + product, expert < experts
     at = Int64(ops.select(known, expert, Uint32(0)))
     of_weights = ptx.global_number(pointers[3].toint() + (at * form.products + Int64(product)) * 4)
     of_input = ptx.global_number(pointers[5].toint() + at * 4)
     # The float32 product that the GEMM of tiles uses.
     scale = ops.multiply_rn(of_input, of_weights)
-    # In shared memory, because the multiplying warps have no register to spare.
-    ptx.store_number(kept_scale, ops.select(known, scale, Float32(0.0)))
-    return place._replace(row=row, matrix=(matrix,))
+    scale = ops.select(known, scale, Float32(0.0))
+    return place._replace(row=row, matrix=(matrix,)), scale
 
 
 @cute.kernel
@@ -511,8 +507,11 @@ def w4a16_kernel(
         scale = ptx.global_number(pointers[3].toint())
     if place.warp == form.warps:
         if cutlass.const_expr(form.by_row):
-            own = own_matrix(place, pointers, extents, kept_scale, form)
+            own, own_scale = own_matrix(place, pointers, extents, form)
             ask(views, own, memory, counts, form)
+            # By shared memory, because the multiplying warps have no register to spare; not before
+            # the copies, because the scale comes late.
+            ptx.store_number(kept_scale, own_scale)
         else:
             ask(views, place, memory, counts, form)
     else:

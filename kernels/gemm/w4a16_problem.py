@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import ShapeMismatch, UnknownName
+from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import (
     LINEAR,
     SWIZZLE_128X4,
@@ -334,6 +335,25 @@ def scale_offset(row: Any, first: Any, extents: tuple[Any, Any], layout: str) ->
     """Return the byte offset of a row's scale for the value at `first`; extents are N and K."""
     outputs, columns = extents
     return LAYOUTS[layout].offset_of(row, first // BLOCK, outputs, columns // BLOCK)
+
+
+def slot_of(row: Any, shared: Any) -> Any:
+    """Return the slot of a row, by row; rows of the shared expert come first, and have the first.
+
+    Runs on ints and inside the kernel, as does the next function.
+    """
+    return ops.select(row < shared, shared * 0, row - shared)
+
+
+def expert_of(row: Any, chosen: Any, counts: tuple[Any, Any, Any]) -> Any:
+    """Return a row's expert from what its slot chose; counts: shared rows, routed, all experts.
+
+    The shared expert's matrices follow those of the routed ones. A number of no routed expert gives
+    one more than the last; below 0 it is a large unsigned number.
+    """
+    shared, routed, experts = counts
+    found = ops.select(chosen < routed, chosen, experts)
+    return ops.select(row < shared, routed, found)
 
 
 def sum_place(number: Any, tiles: int) -> tuple[Any, Any, Any]:

@@ -24,6 +24,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as codecs
+from degarble.kernels.gemm import w4a16_problem as product
 from degarble.kernels.gemm.sm90_gemm_w4a16 import launch_by_row
 from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm
 from degarble.kernels.moe import by_row_problem as facts
@@ -59,14 +60,13 @@ def decode_kernel(
     part, row, _ = cute.arch.block_idx()
     row = Uint32(row)
     block = Uint32(part) * facts.DECODING_THREADS + Uint32(thread)
-    slot = codecs.select(row < shared, Uint32(0), row - shared)
-    # An expert below 0 is a large unsigned number.
-    expert = Uint32(experts[slot])
-    here = expert < routed
+    slot = product.slot_of(row, shared)
+    expert = product.expert_of(row, Uint32(experts[slot]), (shared, routed, count))
+    here = expert < count
     if cutlass.const_expr(form.source == VALUES.name):  # noqa: SIM102  traced
         if (block == 0) & (row >= shared):
             tensors[4][slot] = codecs.select(here, Int32(row), Int32(NONE))
-    expert = codecs.select(row < shared, count - 1, codecs.select(here, expert, Uint32(0)))
+    expert = codecs.select(here, expert, Uint32(0))
     if block < blocks:
         at, index = Int64(blocks), Int64(row) * Int64(blocks) + Int64(block)
         if cutlass.const_expr(form.source == VALUES.name):

@@ -48,6 +48,21 @@ def test_rows_of_the_shared_expert_come_first_and_everybody_has_one(shared: bool
     assert facts.summed(ByRowProblem(SMALL), shared=True).shared
 
 
+@pytest.mark.parametrize("shared", [0, 5])
+def test_a_row_has_the_expert_that_its_slot_chose(shared: int) -> None:
+    """Absent ones get a number behind the last, whose matrices are not there."""
+    routed = 8
+    experts = routed + bool(shared)
+    chosen = [3, 7, routed, (1 << 32) - 1, 0, 1 << 30]
+    slots = [w4a16.slot_of(row, shared) for row in range(shared + len(chosen))]
+    assert slots == [0] * shared + list(range(len(chosen)))
+    found = [
+        w4a16.expert_of(row, chosen[slot], (shared, routed, experts))
+        for row, slot in enumerate(slots)
+    ]
+    assert found == [routed] * shared + [3, 7, experts, experts, 0, experts]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("sizes", [*checks.MODELS.values(), (352, 416, 3), (32, 32, 1)])
 def test_two_thread_blocks_share_a_processor_and_cover_the_outputs(
@@ -111,20 +126,20 @@ class Fault:
 
 
 def _expert_before(true: Any, *given: Any) -> Any:
-    place = true(*given)
-    products = given[-1].products
+    place, scale = true(*given)
     (matrix,) = place.matrix
-    return place._replace(matrix=(matrix - products,))
+    return place._replace(matrix=(matrix - given[-1].products,)), scale
 
 
 def _gate_for_up(true: Any, *given: Any) -> Any:
-    place, products = true(*given), given[-1].products
+    (place, scale), products = true(*given), given[-1].products
     (matrix,) = place.matrix
-    return place._replace(matrix=(matrix // products * products,))
+    return place._replace(matrix=(matrix // products * products,)), scale
 
 
 def _first_row(true: Any, *given: Any) -> Any:
-    return true(*given)._replace(row=0)
+    place, scale = true(*given)
+    return place._replace(row=0), scale
 
 
 def _scale_of_one(true: Any, address: Any, number: Any) -> Any:
@@ -175,7 +190,7 @@ def texts(case: Case) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_changes_the_machine_code(fault: Fault) -> None:
+def test_a_planted_fault_changes_what_is_traced(fault: Fault) -> None:
     whole = texts(fault.case)
     with planted(fault):
         assert texts(fault.case) != whole
