@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,6 +50,7 @@ FEWEST = 3  # wrong rows, for a change with a number
 MOST_ROWS = 64
 MOST_COLUMNS = 1024
 MOST_PROVED = 6
+FEWEST_SCREENED = 8  # rows of an input, of which some are looked at first
 MOST_COMPUTED = 1 << 11  # rows, with one number changed each
 MOST_NUMBERS = 1 << 22  # that come out of these
 _STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -62,11 +63,13 @@ _DENSER = 0.78
 _ALIKE = 1.02  # times what the best set of columns leaves: simpler sets are as good
 _MOSTLY = 0.9  # of the rows of a part are wrong
 _SLOPE = 0.25  # of a number, by which it is changed to learn how outputs answer
+_SCREENED = 4  # part of these rows
 _TINY = 1e-300
 
 Ends = tuple[int, int, int]
-Set = tuple["Tensor", "Tensor", "Callable[[int], Ends]"]  # sums, and which columns a place means
-Sums = tuple["Tensor", "Tensor"]  # in common with the difference [K], and among columns [K, K]
+# For each set of columns its two sums, and which columns a place among them means.
+ColumnSums = tuple["Tensor", "Tensor", "Callable[[int], Ends]"]
+Moments = tuple["Tensor", "Tensor"]  # in common with the difference [K], and among columns [K, K]
 
 
 class _Columns(NamedTuple):
@@ -119,11 +122,16 @@ class ColumnTables(ABC):
     energy: float
 
     @abstractmethod
-    def sets(self, delta: Tensor) -> Iterator[Set]:
+    def sets(self, delta: Tensor) -> Iterator[ColumnSums]:
         """Yield the sums of sets of columns for a change [P, K]; none where it changes nothing."""
 
+    def leaves_more(self, delta: Tensor, most: float) -> bool:
+        """Return whether few rows show that every set leaves more than a part of the energy."""
+        del delta, most
+        return False
 
-class OfProduct(ColumnTables):
+
+class ProductColumns(ColumnTables):
     """Rows of an operand that meet the rows of another."""
 
     def __init__(self, own: Tensor, other: Tensor, gap: Tensor, allowed: Tensor) -> None:
@@ -136,13 +144,13 @@ class OfProduct(ColumnTables):
         self._met = gap @ other[known]  # [P, K]
         self._alike = other[known].T @ other[known]
 
-    def sets(self, delta: Tensor) -> Iterator[Set]:
+    def sets(self, delta: Tensor) -> Iterator[ColumnSums]:
         """Yield the sums of sets of columns for a change of the operand."""
         sums = self._sums(delta)
         if sums is not None:
             yield from _sets(*sums)
 
-    def _sums(self, delta: Tensor) -> Sums | None:
+    def _sums(self, delta: Tensor) -> Moments | None:
         made = delta * self._rows
         if not bool(made.isfinite().all()) or not bool(made.any()):
             return None
@@ -168,7 +176,7 @@ class OfProduct(ColumnTables):
             yield _Columns(part, value, error, ends(at)), holding(simplest(value, 3 * error))
 
 
-class OfInput(ColumnTables):
+class InputColumns(ColumnTables):
     """Rows of a component's input, each column changed by itself and computed anew."""
 
     def __init__(self, seen: Seen, name: str) -> None:
@@ -181,7 +189,37 @@ class OfInput(ColumnTables):
         self.energy = float(self._gap.square().sum())
         self._others: dict[int, Tensors] = {}
 
-    def sets(self, delta: Tensor) -> Iterator[Set]:
+    @cached_property
+    def _few(self) -> tuple[Tensor, InputColumns] | None:
+        """Return the rows with most of the difference, and their own tables."""
+        count = self._shape[0]
+        if count < FEWEST_SCREENED:
+            return None
+        far = self._gap.reshape(count, -1).square().sum(1)
+        kept = far.topk(count // _SCREENED).indices.sort().values
+        inputs = {n: t[kept] if t.ndim else t for n, t in self._seen.inputs.items()}
+        seen = replace(
+            self._seen, inputs=inputs, outputs=self._seen.outputs[kept],
+            allowed=self._seen.allowed[kept],
+        )  # fmt: skip
+        return kept, InputColumns(seen, self._name)
+
+    def leaves_more(self, delta: Tensor, most: float) -> bool:
+        """Return whether few rows show that every set leaves more than a part of the energy.
+
+        What these rows leave, all rows leave at least.
+        """
+        if self._few is None:
+            return False
+        kept, few = self._few
+        count, wide = self._shape[0], self._shape[-1]
+        part = delta.reshape(count, -1, wide)[kept].reshape(-1, wide)
+        if not bool(delta.isfinite().all()) or not bool(part.any()):
+            return False
+        least = min((float((few.energy - 2 * a + b).min()) for a, b, _ in few.sets(part)))
+        return least > most * self.energy
+
+    def sets(self, delta: Tensor) -> Iterator[ColumnSums]:
         """Yield the sums of sets of columns: those of ranges are added up, others are computed."""
         wide = self.own.shape[1]
         if not bool(delta.isfinite().all()) or not bool(delta.any()):
@@ -215,7 +253,7 @@ class OfInput(ColumnTables):
         return self._others[each]
 
 
-def of_input(seen: Seen, name: str) -> OfInput | None:
+def columns_of_input(seen: Seen, name: str) -> InputColumns | None:
     """Return the tables of an input, for as few rows as are computed; None where it is too wide."""
     x = seen.inputs[name]
     wide = x.shape[-1]
@@ -230,12 +268,12 @@ def of_input(seen: Seen, name: str) -> OfInput | None:
         inputs = {n: t[kept] if t.ndim else t for n, t in seen.inputs.items()}
         seen = replace(seen, inputs=inputs, outputs=seen.outputs[kept], allowed=seen.allowed[kept])
     try:
-        return OfInput(seen, name)
+        return InputColumns(seen, name)
     except CANNOT_RUN:
         return None
 
 
-def of_weight(view: ProductView) -> tuple[OfProduct, Lines]:
+def columns_of_weight(view: ProductView) -> tuple[ProductColumns, Lines]:
     """Return the tables of a weight's wrong rows, and which rows these are."""
     wrong = view.wrong.any(0)
     every = torch.zeros(len(view.numbers), dtype=torch.bool)
@@ -245,19 +283,19 @@ def of_weight(view: ProductView) -> tuple[OfProduct, Lines]:
     at = wrong.nonzero().flatten()
     at = at[:: -(-len(at) // MOST_ROWS)]
     own = view.numbers[view.first_row + at]
-    return OfProduct(own, view.x, (view.seen - view.product).T[at], view.allowed.T[at]), rows
+    return ProductColumns(own, view.x, (view.seen - view.product).T[at], view.allowed.T[at]), rows
 
 
 def _fills(chosen: Tensor, wrong: Tensor) -> bool:
     return float(wrong[chosen].double().mean()) >= _MOSTLY
 
 
-def of_equations(equations: Equations) -> OfProduct:
+def columns_of_equations(equations: Equations) -> ProductColumns:
     """Return the tables of an operand's wrong rows."""
     at = equations.wrong.any(1).nonzero().flatten()
     some = equations.of(at[:: -(-len(at) // MOST_ROWS)] if len(at) else at)
     own = equations.operand.of_rows(some.rows).numbers
-    return OfProduct(own, equations.other, some.seen - some.right, some.allowed)
+    return ProductColumns(own, equations.other, some.seen - some.right, some.allowed)
 
 
 # ---- operations ----------------------------------------------------------------------------------
@@ -267,7 +305,8 @@ def _changes(tables: ColumnTables) -> Iterator[tuple[_Columns, NumberChange]]:
     """Yield the best columns of every operation."""
     own = tables.own
     for each in functions():
-        for columns in _best(tables, each.apply(own) - own):
+        delta = each.apply(own) - own
+        for columns in () if tables.leaves_more(delta, LEAVES) else _best(tables, delta):
             yield columns, NumberChange(f"are {each.words}", each.apply)
     if len(own) < FEWEST:
         return
@@ -276,7 +315,7 @@ def _changes(tables: ColumnTables) -> Iterator[tuple[_Columns, NumberChange]]:
         yield columns, multiplied(simplest(1 + columns.value, 3 * columns.error))
     for columns in _with_part(tables, torch.full_like(own, size)):
         yield columns, shifted(simplest(columns.value * size, 3 * columns.error * size))
-    if isinstance(tables, OfProduct):
+    if isinstance(tables, ProductColumns):
         yield from tables.held()
     yield from _bounded(tables)
 
@@ -289,7 +328,7 @@ def _with_part(tables: ColumnTables, unit: Tensor) -> list[_Columns]:
         found = [
             each._replace(value=each.value * slope, error=each.error * abs(slope)) for each in best
         ] or found
-        if not best or isinstance(tables, OfProduct):
+        if not best or isinstance(tables, ProductColumns):
             break
         slope = found[-1].value or _SLOPE
     return found
@@ -335,7 +374,7 @@ def _best(tables: ColumnTables, delta: Tensor, *, free: bool = False) -> Iterato
 # ---- sets of columns -----------------------------------------------------------------------------
 
 
-def _sets(cross: Tensor, gram: Tensor) -> Iterator[Set]:
+def _sets(cross: Tensor, gram: Tensor) -> Iterator[ColumnSums]:
     """Yield sums over all columns, every range, every so many; and which set a place stands for."""
     wide = len(cross)
     yield cross.sum()[None], gram.sum()[None], lambda _at: (0, wide, 1)

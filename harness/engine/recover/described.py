@@ -32,9 +32,9 @@ from degarble.harness.engine.localise.discrepancy import outputs_beyond
 from degarble.harness.engine.recover.choices import other_choices, other_numbers_given
 from degarble.harness.engine.recover.column_orders import orders_of
 from degarble.harness.engine.recover.column_parts import (
-    of_equations,
-    of_input,
-    of_weight,
+    columns_of_equations,
+    columns_of_input,
+    columns_of_weight,
     rules_in_columns,
 )
 from degarble.harness.engine.recover.differences import RecoveredRule, rows_rolled, rules_of
@@ -803,12 +803,12 @@ def _in_columns(
     wrong = [view for view in views_of(context, record) if bool(view.wrong.any())]
     if len({view.name for view in wrong}) == 1:
         made = partial(_ruled_weight, context, wrong[0].name, "numbers")
-        for tables, rows in map(of_weight, wrong[:1]):
+        for tables, rows in map(columns_of_weight, wrong[:1]):
             yield from ((rule, made, _LOADER) for rule in rules_in_columns(tables, rows))
     if wrong:
         joined = equations_of_input(context, record, wrong)
         made = partial(_ruled_numbers_given, *joined[1:])
-        tables = of_equations(joined[0])
+        tables = columns_of_equations(joined[0])
         yield from ((rule, made, _READING) for rule in rules_in_columns(tables))
         return
     sides = [each for each in _sides(context, record) if each.loose]
@@ -820,7 +820,7 @@ def _in_columns(
     for name, tensor in record.inputs.items():
         if tensor.ndim < 2 or not tensor.is_floating_point() or tensor.itemsize == 1:
             continue
-        own = of_input(seen, name)
+        own = columns_of_input(seen, name)
         made = partial(_ruled_input, name, tensor.shape[-1])
         if own is not None:
             yield from ((rule, made, _READING) for rule in rules_in_columns(own))

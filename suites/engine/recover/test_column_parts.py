@@ -16,8 +16,15 @@ from degarble.harness.engine.faults.model_faults import (
     with_inputs,
 )
 from degarble.harness.engine.recover import shares
-from degarble.harness.engine.recover.column_parts import OfInput, OfProduct, rules_in_columns
+from degarble.harness.engine.recover.column_parts import (
+    LEAVES,
+    InputColumns,
+    ProductColumns,
+    _best,
+    rules_in_columns,
+)
 from degarble.harness.engine.recover.described import shows_enough
+from degarble.harness.engine.recover.numbers import functions
 from degarble.harness.engine.recover.responses import Seen
 from degarble.suites.engine.recover.test_described import model, told
 from degarble.suites.engine.recover.test_differences import drawn, in_columns
@@ -55,7 +62,7 @@ def test_an_operand_of_a_product_is_told_from_few_rows(name: str) -> None:
     change, words = CHANGES[name]
     own, other = drawn(0, 5), drawn(1, 12)  # 60 numbers of 5 by 32 unknown ones
     gap, allowed = gap_of(change(own) @ other.T, own @ other.T)
-    rule = rules_in_columns(OfProduct(own, other, gap, allowed))[0]
+    rule = rules_in_columns(ProductColumns(own, other, gap, allowed))[0]
     assert words in rule.words
     assert torch.allclose(rule.apply(drawn(2)), change(drawn(2)), atol=1e-3)
 
@@ -64,7 +71,7 @@ def test_one_number_in_some_columns_is_told() -> None:
     change = in_columns(slice(6, 14), lambda x: torch.full_like(x, 0.3))
     own, other = drawn(0, 5), drawn(1, 12)
     gap, allowed = gap_of(change(own) @ other.T, own @ other.T)
-    words = [rule.words for rule in rules_in_columns(OfProduct(own, other, gap, allowed))]
+    words = [rule.words for rule in rules_in_columns(ProductColumns(own, other, gap, allowed))]
     assert "columns 6 to 13 hold 0.3000" in words[0]
 
 
@@ -79,16 +86,36 @@ def test_an_input_of_an_activation_is_told_though_half_as_much_comes_out(name: s
 
     right = call({"x": own})
     gap, allowed = gap_of(call({"x": change(own)}), right)
-    tables = OfInput(Seen({"x": own}, right + gap, allowed, call), "x")
+    tables = InputColumns(Seen({"x": own}, right + gap, allowed, call), "x")
     assert words in rules_in_columns(tables)[0].words
+
+
+def test_few_rows_rule_out_no_operation_that_all_rows_allow() -> None:
+    own, some = drawn(0, 12), list(functions())[::4]
+
+    def call(inputs: Mapping[str, Tensor]) -> Tensor:
+        gate, up = inputs["x"].double().chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    right = call({"x": own})
+    gap, allowed = gap_of(call({"x": CHANGES["every"][0](own)}), right)
+    tables = InputColumns(Seen({"x": own}, right + gap, allowed, call), "x")
+    skipped = 0
+    for each in some:
+        delta = each.apply(own) - own
+        least = min((columns.left for columns in _best(tables, delta)), default=1.0)
+        skipped += tables.leaves_more(delta, LEAVES)
+        assert not (tables.leaves_more(delta, LEAVES) and least <= LEAVES), each.words
+        assert not tables.leaves_more(delta, least * 1.001)
+    assert skipped > len(some) / 2
 
 
 def test_noise_and_one_row_give_no_number() -> None:
     own, other = drawn(0, 6), drawn(1, 12)
-    assert not rules_in_columns(OfProduct(own, other, drawn(5, 6, 12), torch.ones(6, 12)))
+    assert not rules_in_columns(ProductColumns(own, other, drawn(5, 6, 12), torch.ones(6, 12)))
     few, wide = own[:1], other[:3]
     gap, allowed = gap_of((few * 1.3) @ wide.T, few @ wide.T)
-    words = [rule.words for rule in rules_in_columns(OfProduct(few, wide, gap, allowed))]
+    words = [rule.words for rule in rules_in_columns(ProductColumns(few, wide, gap, allowed))]
     assert not any("multiplied" in each or "too" in each for each in words)
 
 
