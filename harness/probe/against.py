@@ -119,15 +119,22 @@ def _needed(count: int | None, what: str) -> str:
     return "" if count is None else f" ({count:,} {what} would decide)"
 
 
-def against(session: Session, other: Side, tell: Callable[[str], None]) -> Against:
-    """Score all texts on both sides and compare."""
+def against(session: Session, other: Side, tell: Callable[[str], None]) -> None:
+    """Score all texts on both sides and compare; `session.against` has what was gathered."""
     if not session.server.offers("prompt log-probabilities"):
         raise Undecided(
             f"--against {other.name}", "a server without prompt log-probabilities",
             "texts that both sides score", "Allow echo with logprobs, or prompt_logprobs.",
         )  # fmt: skip
-    found = Against(other.name, ProbedCheck("against"))
+    found = session.against = Against(other.name, ProbedCheck("against"))
     found.result.unit = "texts"
+    try:
+        _score_all(found, session, other, tell)
+    finally:
+        _test(found)
+
+
+def _score_all(found: Against, session: Session, other: Side, tell: Callable[[str], None]) -> None:
     apart = 0
     this = ServerSide(session.server)
     ids = this.gives_ids and other.gives_ids
@@ -148,9 +155,6 @@ def against(session: Session, other: Side, tell: Callable[[str], None]) -> Again
                 remedy="Compare two servers of the same model.",
             )
         )  # fmt: skip
-        return found
-    _test(found)
-    return found
 
 
 def _known(positions: Sequence[Position]) -> tuple[Position, ...]:

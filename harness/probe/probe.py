@@ -43,7 +43,7 @@ class Check:
     """A check: what it needs, and what it says where rounding does not explain a difference."""
 
     name: str
-    run: Callable[[Session], ProbedCheck]
+    run: Callable[[Session, ProbedCheck], None]
     needs: tuple[str, ...]
     cause: Cause
 
@@ -167,7 +167,7 @@ def probe(
     options: ProbeOptions,
     model: str | None = None,
     tell: Callable[[str], None] = lambda _step: None,
-    beside: Callable[[Session], Against] | None = None,
+    beside: Callable[[Session], None] | None = None,
 ) -> ProbeResult:
     """Probe a server; `tell` hears each step, `beside` compares with another side at the end."""
     tell("what the server offers")
@@ -196,17 +196,30 @@ def probe(
         _repeat_at_end(session, result)
         if beside is not None:
             tell("the other side")
-            result.against = beside(session)
+            beside(session)
     except LimitReached as limit:
-        result.ended = f"the limit of {limit.args[0]} was reached"
+        result.ended = _words_of(limit)
     except KeyboardInterrupt:
         result.ended, result.interrupted = "it was interrupted", True
     except (UnusableServer, Undecided) as error:
         result.ended = f"{error.name}: {error.shown_value}"
+    result.against = session.against
     if result.ended:
+        _cut(result)
         result.checks += _not_begun(result)
     _judge(session, result)
     return result
+
+
+def _words_of(limit: LimitReached) -> str:
+    return f"the limit of {limit.args[0]} was reached"
+
+
+def _cut(result: ProbeResult) -> None:
+    """Say of a comparison with another side that it is not whole."""
+    if result.against is not None:
+        result.against.result.status = Status.CUT
+        result.against.result.reason = result.ended
 
 
 def _not_begun(result: ProbeResult) -> list[ProbedCheck]:
@@ -249,26 +262,27 @@ def _run(check: Check, session: Session, result: ProbeResult) -> None:
         result.checks.append(skipped)
         return
     before = server.client.traffic.requests
-    cut = ProbedCheck(check.name, status=Status.CUT)
-    result.checks.append(cut)
+    made = ProbedCheck(check.name)
+    result.checks.append(made)
     try:
-        made = check.run(session)
-    except LimitReached as limit:
-        cut.reason = f"the limit of {limit.args[0]} was reached"
+        check.run(session, made)
+    except (LimitReached, KeyboardInterrupt, UnusableServer) as error:
+        # What it gathered until then is judged as well.
+        made.status, made.reason = Status.CUT, _reason_of(error)
+        if isinstance(error, UnusableServer) and server.client.reached:
+            return  # a refused request ends its check, a dead server the session
         raise
-    except KeyboardInterrupt:
-        cut.reason = "interrupted"
-        raise
-    except UnusableServer as error:
-        cut.reason = error.shown_value
-        if not server.client.reached:  # a refused request ends its check, a dead server the session
-            raise
-        return
-    made.requests = server.client.traffic.requests - before
-    result.checks[-1] = made
+    finally:
+        made.requests = server.client.traffic.requests - before
     if not (made.positions or made.looked_at or made.findings):
         made.status = Status.SKIPPED
         made.reason = f"nothing could be compared; {made.notes[0]}" if made.notes else _NOTHING
+
+
+def _reason_of(error: LimitReached | KeyboardInterrupt | UnusableServer) -> str:
+    if isinstance(error, LimitReached):
+        return _words_of(error)
+    return error.shown_value if isinstance(error, UnusableServer) else "interrupted"
 
 
 def _repeat_at_end(session: Session, result: ProbeResult) -> None:

@@ -58,7 +58,9 @@ _AS_A_NOTE = "A note: it does not change the verdict."
 def sentence_of(result: ProbeResult) -> str:
     """Return the verdict in one sentence: what ran, and what was found first."""
     ran = [c for c in result.checks if c.status not in (Status.SKIPPED, Status.CUT)]
+    cut = [c.name for c in result.checks if c.status is Status.CUT and c.comparisons]
     left = [c.name for c in result.checks if c.status in (Status.SKIPPED, Status.CUT)]
+    left = [name for name in left if name not in cut]
     counted = [f for f in result.findings if f.level is not ProbeLevel.NOTE]
     extent = f"{len(ran)} checks over {result.compared:,} token distributions"
     if counted:
@@ -70,6 +72,7 @@ def sentence_of(result: ProbeResult) -> str:
         text = f"Not enough could be compared: {_why_undecided(result)}."
     else:
         text = f"The server gives the same numbers in every way that was tried: {extent}."
+    text = f"{text} Not finished: {', '.join(cut)}." if cut else text
     return f"{text} Not judged: {', '.join(left)}." if left else text
 
 

@@ -16,7 +16,7 @@ from degarble.harness.base.errors import UnusableServer
 from degarble.harness.probe.answers import slope
 from degarble.harness.probe.judging import ProbedCheck, ProbedComparison, ProbeFinding, compare
 from degarble.harness.probe.server import Ask
-from degarble.harness.probe.session import add_answers
+from degarble.harness.probe.session import add_answer
 from degarble.harness.probe.vocabulary import same_tokens
 
 if TYPE_CHECKING:
@@ -34,25 +34,23 @@ _DECODED, _AHEAD = 12, 4  # tokens that become part of a prompt, and that are co
 _EQUAL = 1e-9
 
 
-def repeats(session: Session) -> ProbedCheck:
+def repeats(session: Session, result: ProbedCheck) -> None:
     """Ask the same alone, again and again."""
-    result = ProbedCheck("repeats")
-    asks = session.asks()
-    again = [session.server.complete(ask) for ask in asks]
-    add_answers(session, result, asks, again, "at once")
-    return result
+    _ask_again(session, result, "at once")
 
 
 def repeat_at_end(session: Session, result: ProbedCheck) -> None:
     """Ask once more at the end, after all other requests."""
-    asks = session.asks()
-    again = [session.server.complete(ask) for ask in asks]
-    add_answers(session, result, asks, again, "after all other requests")
+    _ask_again(session, result, "after all other requests")
 
 
-def batches(session: Session) -> ProbedCheck:
+def _ask_again(session: Session, result: ProbedCheck, when: str) -> None:
+    for number, ask in enumerate(session.asks()):
+        add_answer(session, result, (number, ask), session.server.complete(ask), when)
+
+
+def batches(session: Session, result: ProbedCheck) -> None:
     """Ask alone, and at the same time as others."""
-    result = ProbedCheck("batch")
     asks = session.asks()
     for size in BATCHES:
         members = asks[:size]
@@ -61,9 +59,9 @@ def batches(session: Session) -> ProbedCheck:
         ]
         # Others first: they are in the batch when the members join.
         answers = session.server.together([*others, *members])[len(others) :]
-        add_answers(session, result, members, answers, f"with {size} at once")
+        for number, (ask, answer) in enumerate(zip(members, answers, strict=True)):
+            add_answer(session, result, (number, ask), answer, f"with {size} at once")
     _name_exchanged(session, result)
-    return result
 
 
 def _name_exchanged(session: Session, result: ProbedCheck) -> None:
@@ -89,9 +87,9 @@ def _whose(session: Session, comparison: ProbedComparison) -> int | None:
     return None
 
 
-def prefill(session: Session) -> ProbedCheck:
+def prefill(session: Session, result: ProbedCheck) -> None:
     """Score the tokens of the first answers as prompts."""
-    result = ProbedCheck("prefill", unit="prompts")
+    result.unit = "prompts"
     slopes: list[float] = []
     for number, (prompt, answer) in enumerate(zip(session.prompts, session.cold, strict=True)):
         session.tail = ()
@@ -100,7 +98,6 @@ def prefill(session: Session) -> ProbedCheck:
         if found is not None and result.comparisons:
             slopes.append(found)
     _judge_slopes(result, slopes)
-    return result
 
 
 def _judge_slopes(result: ProbedCheck, slopes: list[float]) -> None:
@@ -139,9 +136,8 @@ def _add_prefilled(
         result.comparisons.append(replace(found, condition=condition))
 
 
-def chunks(session: Session) -> ProbedCheck:
+def chunks(session: Session, result: ProbedCheck) -> None:
     """Decode over the borders at which prefill may cut a prompt, and prefill the same whole."""
-    result = ProbedCheck("chunks")
     server = session.server
     result.unit = "prompts"
     lengths: list[tuple[Position, ...]] = []
@@ -162,12 +158,10 @@ def chunks(session: Session) -> ProbedCheck:
         lengths.append(session.scored)
     pairs = [compare(a[1:], b[1:], 0).size for a, b in pairwise(lengths)]
     result.shape_noise = median(pairs) if pairs else None
-    return result
 
 
-def cached(session: Session) -> ProbedCheck:
+def cached(session: Session, result: ProbedCheck) -> None:
     """Ask for prompts whose beginning was computed before, and for others that look like them."""
-    result = ProbedCheck("cache")
     server = session.server
     for number, (cold, ask) in enumerate(zip(session.cold, session.asks(), strict=True)):
         warm = session.base[number].positions
@@ -185,7 +179,6 @@ def cached(session: Session) -> ProbedCheck:
         for where, similar in _similar(session, prompt, number):
             _ask_similar(session, result, (number, similar, where), cold)
         _ask_cached(session, result, (number, longer), cold, "after similar prompts")
-    return result
 
 
 def _ask_cached(
@@ -250,9 +243,8 @@ def _ask_similar(
         )  # fmt: skip
 
 
-def long_context(session: Session) -> ProbedCheck:
+def long_context(session: Session, result: ProbedCheck) -> None:
     """Exchange a quarter of a long prompt: every quarter has to matter."""
-    result = ProbedCheck("long")
     longest = session.most_tokens - _AHEAD
     for length in sorted({min(512, longest), longest}):
         ids, other = session.cut(length), session.cut(session.most_tokens - _AHEAD, first=1)
@@ -261,7 +253,6 @@ def long_context(session: Session) -> ProbedCheck:
         else:
             whole, text = session.about(length), session.about(session.most_tokens, first=1)
             _ask_quarters(session, result, whole, _word_quarters(whole, text))
-    return result
 
 
 def _quarters(whole: tuple[int, ...], other: tuple[int, ...]) -> list[Prompt]:
@@ -334,9 +325,8 @@ def _stays_silent(session: Session, whole: Prompt, variant: Prompt) -> bool:
     return True
 
 
-def streamed(session: Session) -> ProbedCheck:
+def streamed(session: Session, result: ProbedCheck) -> None:
     """Ask for the same as a stream."""
-    result = ProbedCheck("stream")
     server = session.server
     parted = []
     for number, ask in enumerate(session.asks()[:4]):
@@ -366,4 +356,3 @@ def streamed(session: Session) -> ProbedCheck:
                 body=made.body,
             )
         )  # fmt: skip
-    return result

@@ -140,9 +140,8 @@ def _look_for_ends(session: Session, result: ProbedCheck) -> None:
 # Sampling
 
 
-def sampling(session: Session) -> ProbedCheck:
+def sampling(session: Session, result: ProbedCheck) -> None:
     """Draw at temperature 1: by the stated probabilities, and by the seed."""
-    result = ProbedCheck("sampling")
     if session.server.offers("seed"):
         _ask_seeds(session, result)
     else:
@@ -151,7 +150,6 @@ def sampling(session: Session) -> ProbedCheck:
         _ask_draws(session, result)
     if session.server.offers("log-probabilities"):
         _ask_temperature(session, result)
-    return result
 
 
 def _ask_seeds(session: Session, result: ProbedCheck) -> None:
@@ -274,9 +272,8 @@ def _ask_temperature(session: Session, result: ProbedCheck) -> None:
 # Stops and counts
 
 
-def stops(session: Session) -> ProbedCheck:
+def stops(session: Session, result: ProbedCheck) -> None:
     """Ask for a stop in the middle of a known answer."""
-    result = ProbedCheck("stops")
     wrong = []
     for number, ask in enumerate(session.asks()):
         base = session.base[number]
@@ -310,7 +307,6 @@ def stops(session: Session) -> ProbedCheck:
                 body=long[0][0],
             )
         )  # fmt: skip
-    return result
 
 
 def _stop_in(base: Answer) -> str | None:
@@ -340,9 +336,8 @@ def usage(session: Session) -> ProbedCheck:
 # Chats
 
 
-def chats(session: Session) -> ProbedCheck:
+def chats(session: Session, result: ProbedCheck) -> None:
     """Change one message at a time: each must matter; and hold the template against its own ids."""
-    result = ProbedCheck("chat")
     texts = session.options.plain_texts
     one, two, three = (texts[n % len(texts)] for n in range(3))
     talk = [_said("user", one), _said("assistant", two), _said("user", three)]
@@ -374,7 +369,6 @@ def chats(session: Session) -> ProbedCheck:
                 )
             )  # fmt: skip
     _ask_templates(session, result, [[_said("user", one)], talk])
-    return result
 
 
 def _said(role: str, text: str) -> dict[str, Any]:

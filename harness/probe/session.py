@@ -14,6 +14,7 @@ from degarble.harness.probe.server import Ask
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from degarble.harness.probe.against import Against
     from degarble.harness.probe.answers import Answer, Position
     from degarble.harness.probe.judging import ProbedCheck, ProbedComparison
     from degarble.harness.probe.server import ProbedServer, Prompt
@@ -56,6 +57,7 @@ class Session:
     base: list[Answer] = field(default_factory=list)  # the same again: what a cache gives
     scored: tuple[Position, ...] = ()  # of the latest prompt, without its answer
     tail: tuple[Position, ...] = ()  # of its answer's tokens
+    against: Against | None = None  # the comparison with another side, as far as it came
     _exact: dict[str, Prompt] = field(default_factory=dict)
     _long: tuple[Prompt, tuple[str, ...]] | None = None
 
@@ -159,19 +161,19 @@ def joined(words: Sequence[str] | Sequence[int], text: Prompt) -> Prompt:
     return f"{' '.join(map(str, words))} {text}"
 
 
-def add_answers(
+def add_answer(
     session: Session,
     result: ProbedCheck,
-    asks: Sequence[Ask],
-    answers: Sequence[Answer | UnusableServer],
+    asked: tuple[int, Ask],
+    answer: Answer | UnusableServer,
     how: str,
 ) -> None:
-    """Compare answers with the first ones, prompt by prompt; failures become notes."""
-    for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
-        if isinstance(answer, UnusableServer):
-            result.notes.append(f"no answer {how}: {answer.shown_value}")
-            continue
-        base = session.base[number]
-        made = compare(base.positions, answer.positions, number, how)
-        result.comparisons.append(replace(made, body=session.server.call(ask).body))
-        result.texts_apart += base.text != answer.text
+    """Compare an answer with the first one of its prompt; a failure becomes a note."""
+    number, ask = asked
+    if isinstance(answer, UnusableServer):
+        result.notes.append(f"no answer {how}: {answer.shown_value}")
+        return
+    base = session.base[number]
+    made = compare(base.positions, answer.positions, number, how)
+    result.comparisons.append(replace(made, body=session.server.call(ask).body))
+    result.texts_apart += base.text != answer.text

@@ -184,7 +184,8 @@ class SeedServer:
 def test_a_seed_is_judged_where_equal_contexts_get_equal_numbers(moved: float, found: int) -> None:
     asks = [Ask("a text", 1)] * 12
     session: Any = SimpleNamespace(server=SeedServer(moved), asks=lambda: asks)
-    result = sampling(session)
+    result = ProbedCheck("sampling")
+    sampling(session, result)
     assert [f.cause for f in result.findings] == ["the same seed gives other texts"] * found
     assert len(result.notes) == 1 - found
 
@@ -204,8 +205,11 @@ def test_an_answer_becomes_a_prompt_up_to_its_end_token(ids: bool, count: int) -
 def test_a_check_that_compared_nothing_is_named_as_not_judged() -> None:
     server = ProbedServer(Client("http://h", None, RequestLimits()))
     result = ProbeResult(server, ProbeOptions(("a",)))
-    empty = ProbedCheck("prefill", notes=["left out"])
-    check = Check("prefill", lambda _session: empty, (), Cause("c", "r"))
+
+    def left_out(_session: Session, empty: ProbedCheck) -> None:
+        empty.notes.append("left out")
+
+    check = Check("prefill", left_out, (), Cause("c", "r"))
     _run(check, Session(server, result.options), result)
     assert (result.checks[0].status, result.checks[0].reason) == (
         Status.SKIPPED, "nothing could be compared; left out",

@@ -12,22 +12,25 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.cli.commands.probing import read_prompts
+from degarble.harness.probe.against import against, judge_against, local_side
 from degarble.harness.probe.client import Client, RequestLimits
-from degarble.harness.probe.judging import Status
+from degarble.harness.probe.judging import Status, limit_of
+from degarble.harness.probe.local import LocalSide
 from degarble.harness.probe.passages import PASSAGES
 from degarble.harness.probe.probe import CHECKS, ProbeResult, probe
 from degarble.harness.probe.report import sentence_of
-from degarble.harness.probe.server import NO_TOKENIZER
-from degarble.harness.probe.session import DEFAULT, OWN_IDS, ProbeOptions
+from degarble.harness.probe.server import NO_TOKENIZER, Ask, ProbedServer, explore
+from degarble.harness.probe.session import DEFAULT, OWN_IDS, ProbeOptions, Session
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.campaigns.servers.probed_servers import healthy, session
 from degarble.suites.commands.calls import call
 from degarble.suites.probe.faults import FAULTS, ServerFault
 from degarble.suites.probe.small_model import SmallConfig
 from degarble.suites.probe.stand_in import Manner, ScoringEngine, opened, serving, texts
+from degarble.suites.serve.talking_cases import write_speaker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from degarble.harness.inference.model import OpenModel
@@ -127,6 +130,29 @@ def test_what_was_gathered_stays_when_the_limit_is_reached(model: OpenModel) -> 
     assert result.checks[9].reason == "not begun"
     assert "chat" in sentence_of(result).partition("Not judged: ")[2]
     assert result.checks[0].comparisons
+    (cut,) = (check for check in result.checks if check.status is Status.CUT and check.requests)
+    assert cut.comparisons, "what the check that was cut had gathered"
+    assert f"Not finished: {cut.name}. Not judged: " in sentence_of(result)
+
+
+def test_a_fault_counts_that_a_cut_check_had_seen(
+    model: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, sizes = ProbedServer.together, list[int]()
+
+    def interrupted(self: ProbedServer, asks: Sequence[Ask]) -> Any:
+        sizes.append(len(asks))
+        if len(sizes) == 3:
+            raise KeyboardInterrupt
+        return together(self, asks)
+
+    monkeypatch.setattr(ProbedServer, "together", interrupted)
+    with serving(model, SMALL, fault("batch-dependent kernel").manner) as url:
+        result = quick(url)
+    assert sizes == [3, 8, 16]
+    (cut,) = (check for check in result.checks if check.reason == "interrupted")
+    assert (cut.name, cut.status) == ("batch", Status.DIFFERS)
+    assert result.verdict is Verdict.DIFFERS
 
 
 def test_what_was_gathered_stays_after_ctrl_c(
@@ -202,3 +228,64 @@ def test_two_servers(
     assert found["texts"] == len(texts(3))
     # McNemar's p says nothing here: another arithmetic may be right about the same tokens.
     assert (found["distance"] > found["limit"]) == bool(changed)
+
+
+@contextmanager
+def beside(model: OpenModel, folder: Path) -> Iterator[Session]:
+    """Serve a checkpoint's own model, and compare two texts with a checkpoint at the end."""
+    options = ProbeOptions(texts(3)[:2])
+    with serving(model, SMALL, Manner(engine=ScoringEngine, logits=model.logits_model)) as url:
+        server = explore(Client(url, None, RequestLimits(rate=1e6)), None, options.texts)
+        session = Session(server, options)
+        yield session
+        with local_side(folder) as side:
+            against(session, side, lambda _step: None)
+
+
+@pytest.mark.parametrize(("layout", "agrees"), [("bf16", True), ("nvfp4-full", False)])
+def test_a_server_beside_a_checkpoint(
+    model: OpenModel, tmp_path: Path, layout: str, agrees: bool
+) -> None:
+    """What is served is computed here from the same files, or from a quantised copy."""
+    with beside(model, write_speaker(tmp_path / "beside", layout=layout)) as session:
+        pass
+    found = session.against
+    assert found is not None
+    judge_against(found, [], "bf16")
+    assert (found.name, found.texts, found.result.limit) == ("beside", 2, limit_of("", [], "bf16"))
+    assert found.result.largest is not None
+    assert (found.result.status is Status.AGREES) == agrees, found.result
+
+
+def test_texts_that_were_compared_stay_after_ctrl_c(
+    model: OpenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score, scored = LocalSide.score_text, list[str]()
+
+    def interrupted(self: LocalSide, text: str, *, ids: bool) -> Any:
+        scored.append(text)
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        return score(self, text, ids=ids)
+
+    monkeypatch.setattr(LocalSide, "score_text", interrupted)
+    with pytest.raises(KeyboardInterrupt), beside(model, write_speaker(tmp_path / "b")) as session:
+        pass
+    assert session.against is not None
+    assert session.against.texts == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "status"), [("bf16", 0), ("nvfp4-full", 1)])
+def test_the_command_compares_with_a_checkpoint(
+    model: OpenModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str, status: int
+) -> None:
+    folder = write_speaker(tmp_path / "beside", layout=layout)
+    (tmp_path / "prompts").write_text("\n".join(texts(3)[:4]))
+    with serving(model, SMALL, Manner(engine=ScoringEngine, logits=model.logits_model)) as url:
+        done = call(
+            capsys, "probe", url, "--against", folder, "--prompts", tmp_path / "prompts", "--rate",
+            "1000", "--max-prompt-tokens", "140", "--rounding", "bf16", "--json",
+        )  # fmt: skip
+    assert done.status == status, done.document["findings"]
+    assert done.document["against"]["texts"] == 4
