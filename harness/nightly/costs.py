@@ -3,7 +3,9 @@
 Costs are kept next to the journal, for the same machine, device, backend, prompts, number of
 captures and museum. Seconds are those of the clock; bytes are by how much the folder of the night
 grew. The one step that can look at less is the check: it is screened where the limit is not certain
-to hold otherwise. A cost that is not known counts as nothing in a sum, and the plan says so.
+to hold otherwise. Where only screened checks have run, a whole one is expected to take as many
+times longer as there are rows for a sampled one; so a screened check is not the last of its kind.
+A cost that is not known counts as nothing in a sum, and the plan says so.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COSTS_SCHEMA = 1
+_ROWS = 16.0  # for one that a screened check samples
 _SCREENED = " --screen"  # after the name of a step that looked at samples first
 
 
@@ -107,23 +110,30 @@ class NightBudget:
         """Return whether a step has to look at samples first, so that the rest fits the limit."""
         if self.within is None or not step.screens:
             return False
-        whole = self.costs.known(step.name)
+        whole = self._expected(step)
         if whole is None:
             return True  # nobody knows that it fits
-        known = [self.costs.known(each.name) for each in later]
-        rest = sum(cost.seconds for cost in known if cost is not None)
+        rest = sum(self._expected(each) or 0.0 for each in later)
         left = self.within - (time.monotonic() - self.begun)
-        return whole.seconds + rest > left
+        return whole + rest > left
+
+    def _expected(self, step: CostedStep) -> float | None:
+        """Return how long a step may take, if it is not screened."""
+        whole = self.costs.known(step.name)
+        if whole is not None:
+            return whole.seconds
+        screened = self.costs.known(step.name, screened=True) if step.screens else None
+        return None if screened is None else _ROWS * screened.seconds
 
     def planned(self, steps: Sequence[CostedStep]) -> list[PlannedStep]:
         """Return what would run, if it took as long as the last time."""
-        every = [self.costs.known(step.name) for step in steps]
-        total = sum(cost.seconds for cost in every if cost is not None)
+        every = [self._expected(step) for step in steps]
+        total = sum(seconds for seconds in every if seconds is not None)
         made = []
-        for step, cost in zip(steps, every, strict=True):
-            over = self.within is not None and (cost is None or total > self.within)
+        for step, seconds in zip(steps, every, strict=True):
+            over = self.within is not None and (seconds is None or total > self.within)
             screened = step.screens and over
-            known = self.costs.known(step.name, screened=True) if screened else cost
+            known = self.costs.known(step.name, screened=screened)
             made.append(PlannedStep(step.name, known, screened))
         return made
 

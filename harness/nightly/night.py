@@ -269,12 +269,10 @@ class Night:
         if name in self.results:
             return self.results[name]
         step = self._steps[name]
-        before = self._order[: self._order.index(name)] if step.all_before else step.needs
-        given = {each: self.result(each) for each in before}
-        fields = {each: to_plain(result) for each, result in given.items()}
-        key = digest_of(name, self._key, fields)
-        result = self.journal.read(name, key)
-        if result is not None and result.verdict is not Verdict.REFUSED:
+        given = {each: self.result(each) for each in self._needed(step)}
+        key = self._key_with(name, given)
+        result = self._kept(name, key)
+        if result is not None:
             self.continued.append(name)
         else:
             try:
@@ -289,6 +287,29 @@ class Night:
         self.results[name] = result
         return result
 
+    def _needed(self, step: NightStep) -> Sequence[str]:
+        return self._order[: self._order.index(step.name)] if step.all_before else step.needs
+
+    def _key_with(self, name: str, given: Mapping[str, StepResult]) -> str:
+        fields = {each: to_plain(result) for each, result in given.items()}
+        return digest_of(name, self._key, fields)
+
+    def _kept(self, name: str, key: str) -> StepResult | None:
+        """Return the result of a step that the journal has; what was refused is tried again."""
+        result = self.journal.read(name, key)
+        return None if result is None or result.verdict is Verdict.REFUSED else result
+
+    def _remaining(self) -> list[NightStep]:
+        """Return the steps that the journal has no result of."""
+        kept: dict[str, StepResult] = {}
+        for name in self._order:
+            given = {each: kept[each] for each in self._needed(self._steps[name]) if each in kept}
+            if len(given) == len(self._needed(self._steps[name])):
+                result = self._kept(name, self._key_with(name, given))
+                if result is not None:
+                    kept[name] = result
+        return [self._steps[name] for name in self._order if name not in kept]
+
     def _run(self, step: NightStep, given: Mapping[str, StepResult]) -> StepResult:
         """Run a step, screened where the limit asks for it, and keep what it cost."""
         later = [self._steps[name] for name in self._order[self._order.index(step.name) + 1 :]]
@@ -297,7 +318,9 @@ class Night:
         result = step.run(replace(self.asked, screen=screen), given)
         grown = max(0, _bytes_in(self.asked.folder) - before)
         cost = StepCost(time.monotonic() - begun, grown, self.asked.night)
-        self.budget.costs.add(step.name, cost, screened=screen)
+        # A check that judged nothing says nothing about how long one takes.
+        if not step.screens or result.verdict not in (Verdict.REFUSED, Verdict.UNDECIDED):
+            self.budget.costs.add(step.name, cost, screened=screen)
         if screen:
             limit = duration(self.asked.within or 0)
             words = f"It looked at sampled rows first, to end within {limit}."
@@ -306,8 +329,8 @@ class Night:
 
     @property
     def plan(self) -> list[str]:
-        """Return what the night will cost, as text."""
-        return list(self.budget.lines([self._steps[name] for name in self._order]))
+        """Return what the steps that are yet to run will cost, as text."""
+        return list(self.budget.lines(self._remaining()))
 
     def run(self) -> Verdict:
         """Run every step; return the night's results."""

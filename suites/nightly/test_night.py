@@ -276,8 +276,12 @@ def test_what_is_not_known_is_said_and_does_not_pass_for_quick(tmp_path: Path) -
     night.run()
     night.close()
     assert seen == [True], "nobody knows that a whole check fits"
-    known = Night(asked(tmp_path, within=7200.0), looking(seen)).budget.costs
+    again = Night(asked(tmp_path, within=7200.0), looking(seen))
+    known = again.budget.costs
     assert set(known.steps) == {"first", "check --screen", "last"}
+    assert again.plan[-2] == "  check: unknown", "16 times a moment fits as well"
+    again.run()
+    assert seen == [True, False]
     other = costs_of(asked(tmp_path, repeats=7))
     assert not other.steps, "a night of another kind costs otherwise"
     whole = known.path.read_text()
@@ -287,6 +291,40 @@ def test_what_is_not_known_is_said_and_does_not_pass_for_quick(tmp_path: Path) -
         assert not costs_of(asked(tmp_path)).steps, "a damaged file is no history"
     known.path.write_text(whole)
     assert costs_of(asked(tmp_path)).steps
+
+
+def test_a_screened_check_that_took_long_is_screened_again(tmp_path: Path) -> None:
+    config = asked(tmp_path, within=7200.0)
+    costs = costs_of(config)
+    costs.path.parent.mkdir(parents=True, exist_ok=True)
+    costs.add("check", StepCost(600.0, 1, "2026-11-21"), screened=True)
+    seen: list[bool] = []
+    night = Night(config, looking(seen))
+    assert night.plan[1].endswith("it holds as far as costs are known, with check screened")
+    night.run()
+    assert seen == [True]
+
+
+def test_the_plan_of_a_night_that_continues_is_of_what_is_left(tmp_path: Path) -> None:
+    config = of_costs(tmp_path, within=4000.0)
+    seen: list[bool] = []
+    begun = Night(config, looking(seen))
+    begun.result("first")
+    begun.result("check")
+    night = Night(config, looking(seen))
+    assert night.plan == [
+        "cost of this night: 1 h 00 min, 2.00 MB written, as 2026-11-21 took",
+        "limit 1 h 06 min: it holds",
+        "  last: 1 h 00 min, 2.00 MB",
+    ]
+
+
+def test_a_check_that_judged_nothing_is_no_measure_of_its_time(tmp_path: Path) -> None:
+    undecided = StepResult(Verdict.UNDECIDED, "no captures")
+    step = NightStep("check", lambda _config, _given: undecided, screens=True)
+    night = Night(asked(tmp_path), [step])
+    night.run()
+    assert not night.budget.costs.steps
 
 
 @pytest.mark.parametrize(
