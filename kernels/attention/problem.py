@@ -375,13 +375,13 @@ def tiles_each(problem: AttentionProblem) -> int:
     return max(1, each)
 
 
-def few_token_splits(lists: Iterable[KeyList]) -> int:
-    """Return the number of splits with which up to 16 tokens are fastest on an H200.
+def few_token_splits(lists: Iterable[KeyList], *, most: bool) -> int:
+    """Return the splits with which up to 16 tokens are fastest on an H200; `most` for up to 4.
 
     Many splits keep more multiprocessors busy; beyond 8 they cost another launch, which merges.
     """
     tiles: int = sum(key_list.tiles for key_list in lists)
-    return min(tiles, 4 if tiles <= TILES_OF_FOUR_SPLITS else SPLITS_APART)
+    return min(tiles, SPLITS_APART if most and tiles > TILES_OF_FOUR_SPLITS else 4)
 
 
 def choose_splits(problem: AttentionProblem) -> int:

@@ -47,11 +47,13 @@ TILE_OF_FP8 = 128  # rows of weights that share a scale
 STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 
 # How a graph multiplies, chosen when it is built. Tiles: NVFP4 codes and BF16 by the GEMMs. Few
-# rows: NVFP4 activations are quantised and decoded, exactly, and W4A16 multiplies them; BF16 is
-# multiplied by the GEMV. The arithmetic is that of the recipe, and sums have these kernels' stated
-# order. A row's bits depend on the choice, and not on how many rows such a graph has.
+# rows: NVFP4 activations are quantised and decoded, exactly, and W4A16 multiplies them; in graphs
+# of very few lanes also each row by its own expert's matrices, and BF16 by the GEMV. The arithmetic
+# is that of the recipe, and sums have these kernels' stated order. A row's bits depend on the
+# choice and on whether the graph has very few lanes, not on their number nor on who is awake.
 TILES, FEW_ROWS = PRODUCTS = ("tiles", "few-rows")
 MOST_ROWS = 16  # up to which W4A16 has its form for decoding: docs/design-notes/w4a16_kernel.md
+VERY_FEW_ROWS = 4  # up to which experts by row are not slower: docs/design-notes/moe_kernel.md
 
 
 def require_products(products: str, rows: int) -> None:
@@ -159,8 +161,6 @@ def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor, products: str = TIL
     if products == FEW_ROWS and kernel.kernel == NVFP4:
         assert matrix.input_scale is not None, "NVFP4 activations have a scale"
         return few_rows_product(kernels, matrix, decoded_rows(kernels, x_MK, matrix.input_scale))
-    if products == FEW_ROWS and kernel.kernel == BF16 and inner <= inner_held(1):
-        return by_gemv(kernels, matrix.operands["b"], x_MK, "bf16")
     if kernel.kernel == BF16:
         given: dict[str, Tensor | None] = {"a": x_MK}
     elif kernel.kernel == W4A16:
@@ -182,8 +182,8 @@ def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor, products: str = TIL
 def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, *, few: bool) -> Tensor:
     """Multiply BF16 rows by a BF16 weight into float32: by the GEMV for few, else the grouped GEMM.
 
-    `few` is a fact of the graph: the rows of a call may be those that speak. If the columns are not
-    whole vectors of a GEMM, the GEMV takes all.
+    `few` is a fact of the graph, not of this call, whose rows may be those that speak. If the
+    columns are not whole vectors of a GEMM, the GEMV takes all.
     """
     if few or len(weight_NK) % COLUMNS_MULTIPLE:
         return by_gemv(kernels, weight_NK, x_MK, "fp32")

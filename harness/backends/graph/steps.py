@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from degarble.harness.backends.graph.matrices import (
+    BF16,
     FEW_ROWS,
     TILES,
+    VERY_FEW_ROWS,
     Experts,
+    by_gemv,
     experts_by_row,
     few_rows_expert,
     multiply,
@@ -27,7 +30,7 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.attention.problem import few_token_splits
 from degarble.kernels.cache.problem import SlotsProblem, overlaps, rows_of_ring
-from degarble.kernels.gemm.gemv_problem import ROWS
+from degarble.kernels.gemm.gemv_problem import inner_held
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
 from degarble.kernels.moe.problem import AFTER_W2, MoeProblem
 from degarble.kernels.primitives.kv_problem import WIDTH, WITH_KEY, Pages
@@ -251,6 +254,7 @@ class DecoderSteps(ABC):
         require_products(products, rows)
         self.kernels, self.room, self.rows = kernels, room, rows
         self.products = products  # how NVFP4 is multiplied by NVFP4: matrices.PRODUCTS
+        self.by_row = products == FEW_ROWS and rows <= VERY_FEW_ROWS
         self.switches = switches
         self.lanes = Lanes.at_rest(rows, getattr(config, "hc_mult", 1), kernels.device)
         self._of = config
@@ -305,16 +309,17 @@ class DecoderSteps(ABC):
 
     def multiply(self, matrix: Matrix, x: Tensor) -> Tensor:
         """Multiply rows by a matrix, NVFP4 as the graph was built to."""
+        if self.by_row and matrix.kernel.kernel == BF16 and x.shape[1] <= inner_held(1):
+            return by_gemv(self.kernels, matrix.operands["b"], x, "bf16")
         return multiply(self.kernels, matrix, x, self.products)
 
     def widely(self, weight: Tensor, x: Tensor) -> Tensor:
         """Multiply BF16 rows by a BF16 weight into float32."""
-        few = self.products == FEW_ROWS or self.rows <= ROWS[-1]
-        return widely(self.kernels, weight, x, few=few)
+        return widely(self.kernels, weight, x, few=self.rows <= VERY_FEW_ROWS)
 
     def splits(self, *lists: KeyList) -> int:
         """Return into how many parts a decoding step's keys are divided; 0: as the kernel does."""
-        return few_token_splits(lists) if self.products == FEW_ROWS else 0
+        return few_token_splits(lists, most=self.by_row) if self.products == FEW_ROWS else 0
 
     def normed(self, norm: NormWeight, x: Tensor, epsilon: float | None = None) -> Tensor:
         """Apply RMSNorm, with the config's epsilon unless another is given."""
@@ -359,13 +364,13 @@ class DecoderSteps(ABC):
         sizes = (rows, c.hidden_size, c.moe_intermediate_size)
         problem = MoeProblem(*sizes, *counts, limit, AFTER_W2)
         of_tokens = {"x": x, "experts": experts, "weights": weights, "shared": shared}
-        if self.products == FEW_ROWS:
+        if self.by_row:
             return experts_by_row(self.kernels, w.experts, problem, of_tokens)
         return self.kernels.run("sm90_moe_nvfp4", problem, **of_tokens, **w.experts.routed)[0]
 
     def rides(self, w: RoutedWeights, *, alike: bool = True) -> bool:
         """Return whether the shared expert is computed with the routed ones, if clamped `alike`."""
-        return self.products == FEW_ROWS and w.experts.with_shared and alike
+        return self.by_row and w.experts.with_shared and alike
 
     def gated(self, w: Gated, x: Tensor, width: int, limit: float | None) -> Tensor:
         """Compute a shared expert or dense layer: one NVFP4 kernel, or product, SwiGLU, product."""

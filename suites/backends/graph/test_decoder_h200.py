@@ -121,12 +121,15 @@ def test_other_lanes_and_idle_steps_change_no_bit_of_a_lane(opened: OpenModel) -
         assert torch.equal(bits(one[0]), bits(two[0]))
 
 
-def test_products_of_few_rows_replay_and_know_no_company(opened: OpenModel) -> None:
-    """Equal bits eager and replayed, alone and batched, and for one lane, three and sixteen."""
+@pytest.mark.parametrize("several", [(1, 3, 4), (5, 16)])
+def test_products_of_few_rows_replay_and_know_no_company(
+    opened: OpenModel, several: tuple[int, ...]
+) -> None:
+    """Equal bits eager and replayed, alone and batched, whatever the number of few lanes."""
     first, second = ids_of(40, 7), ids_of(33, 8)
-    eager = decoder_of(opened, products=FEW_ROWS)
-    theirs = walked(eager, [first, [], []])
-    for lanes in (1, 3, 16):
+    eager = decoder_of(opened, several[0], products=FEW_ROWS)
+    theirs = walked(eager, [first, *[[]] * (several[0] - 1)])
+    for lanes in several:
         graph = decoder_of(opened, lanes, products=FEW_ROWS)
         graph.capture()
         for others in ([], second)[: 1 + (lanes > 1)]:
