@@ -261,7 +261,7 @@ def test_products_read_weights_as_they_are_stored(tokens: int, seed: int) -> Non
     assert (made - expected).abs().max() < 1e-13
     stored = x.bfloat16()
     both = [linears.matmul(tensor, weight, HELD) for tensor in (stored, stored.repeat(5, 1))]
-    assert torch.equal(both[0], both[1][:tokens])  # alone and in company
+    assert torch.equal(both[0], both[1][:tokens])  # alone and among other rows
 
 
 def test_groups_have_a_matrix_each(seed: int) -> None:

@@ -265,11 +265,11 @@ def next_command(target: DoctorTarget, options: DoctorOptions, found: Sequence[s
         case TargetKind.CAPTURE if found and target.source is not None:
             return shlex.join(["degarble", "audit", target.source])
         case TargetKind.CHECKPOINT | TargetKind.KERNEL:
-            return _again(target, options)
+            return same_command(target, options)
     return ""
 
 
-def _again(target: DoctorTarget, options: DoctorOptions) -> str:
+def same_command(target: DoctorTarget, options: DoctorOptions) -> str:
     """Return the command that is typed again once what was found is mended."""
     given = {
         "--reference": options.reference, "--engine": options.engine, "--prompts": options.prompts,

@@ -6,8 +6,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.commands.doctor.plan import next_command
-from degarble.harness.commands.doctor.target import TargetKind
+from degarble.harness.commands.doctor.plan import next_command, same_command
 from degarble.harness.report.verdict import NO_ERRORS, SEVERITY, Verdict
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ class DoctorResult:
                     return shlex.join(["python", str(run)])
             for cause in outcome.document.get("causes") or ():
                 return f"degarble faults show {cause['fault']}"
+        if self._refused:
+            return same_command(self.plan.target, self.options)
         names = [outcome.step.name for outcome in self.wrong]
         return next_command(self.plan.target, self.options, names)
 
@@ -102,14 +103,16 @@ class DoctorResult:
     @property
     def before_next(self) -> str:
         """Return what the next command needs: a mended input, or the engine started again."""
-        if self.wrong and self.next.startswith("degarble doctor") and not self._is_server:
+        if self.next == same_command(self.plan.target, self.options):
             return ", once that is mended"
         stopped = self.options.engine is not None and self.next.startswith("degarble probe")
         return ", with the server started as you run it" if stopped else ""
 
     @property
-    def _is_server(self) -> bool:
-        return self.plan.target.kind is TargetKind.SERVER
+    def _refused(self) -> bool:
+        """Return whether a step that decides was refused, and nothing was found wrong."""
+        refused = (outcome.verdict is Verdict.UNDECIDED for outcome in self.outcomes)
+        return not self.wrong and any(refused)
 
     def document(self) -> dict[str, Any]:
         """Return all of it as a JSON document: the verdict, and the document of each step."""

@@ -64,7 +64,7 @@ GROUPS: Mapping[str, tuple[str, str, str]] = {
     "norms": ("rows", "norms", "Norms, us"),
     "nodes": ("rows", "nodes", "Fused rows, mHC and nodes of a token, us"),
     "tokens": ("tokens", "tokens", "A decoding step of all layers as one graph, 8,192 tokens, us"),
-    "bits": ("bits", "bits", "A row alone and in company, us"),
+    "bits": ("bits", "bits", "A row alone and among other rows, us"),
 }
 TITLES = {group: title for group, (_, _, title) in GROUPS.items()}
 PACKAGES = (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from degarble.harness.base.errors import InvalidArgument
@@ -83,6 +84,18 @@ def test_a_reference_that_differs_is_followed_by_a_command(
     assert done.status == 1
     again = f"Next, once that is mended: degarble doctor {TINY} --reference {TINY}"
     assert done.out.splitlines()[-1] == again
+
+
+def test_after_a_refusal_the_same_command_comes_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kernel.safetensors"
+    save_file({"x": torch.ones(2, 16)}, file)
+    for target in (file, "http://127.0.0.1:1"):
+        done = call(capsys, "doctor", target, "--out", tmp_path / "out")
+        assert done.status == 2
+        last = done.out.splitlines()[-1]
+        assert last == f"Next, once that is mended: degarble doctor {target}"
 
 
 def test_a_refused_step_leaves_the_others(
