@@ -81,7 +81,9 @@ def page_of(night: Night) -> Page:
         if panel is not None:
             page = page.with_panel(panel)
     made = replace(provenance(COMMAND), machine=_where(night))
-    return replace(page, provenance=made, verdict=night.verdict, sentence=night.sentence)
+    # Trap: the word is of the check, which may have found nothing in a night that failed.
+    word = page.word if night.verdict is Verdict.AGREES else ""
+    return replace(page, provenance=made, verdict=night.verdict, word=word, sentence=night.sentence)
 
 
 def _where(night: Night) -> str:

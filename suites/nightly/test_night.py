@@ -25,6 +25,7 @@ from degarble.harness.base.errors import (
     UnwritablePath,
 )
 from degarble.harness.capture.files.reader import Capture
+from degarble.harness.commands.report_folder import write_page
 from degarble.harness.history.ledger import Failure
 from degarble.harness.nightly import table as night_ranks
 from degarble.harness.nightly.costs import StepCost
@@ -45,7 +46,7 @@ from degarble.harness.nightly.steps import captures, environment, history, ledge
 from degarble.harness.nightly.table import STEPS, follow, lead, over_ranks
 from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions, _within
 from degarble.harness.report.page import PanelKind
-from degarble.harness.report.verdict import Verdict
+from degarble.harness.report.verdict import NO_ERRORS, Verdict
 from degarble.suites.checkpoint.reading_cases import TINY_V4
 from degarble.suites.hang_guard import until
 from degarble.suites.house.repository import ROOT
@@ -746,6 +747,14 @@ def test_page_document_and_summary_are_written(tmp_path: Path) -> None:
     assert written.summary.read_text() == markdown(night)
     before = written.page.read_bytes()
     assert write_night(night).page.read_bytes()[:200] == before[:200]
+
+
+def test_a_night_that_failed_is_not_headed_by_the_word_of_its_check(tmp_path: Path) -> None:
+    night = night_in(tmp_path)
+    checked = replace(page_of(night), verdict=Verdict.AGREES, word=NO_ERRORS)
+    write_page(night.asked.folder, checked)
+    page = page_of(night)
+    assert (page.verdict, page.word) == (Verdict.DIFFERS, "")
 
 
 def test_the_page_has_the_panels_that_a_night_has(tmp_path: Path) -> None:
