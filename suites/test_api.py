@@ -153,7 +153,7 @@ def test_no_repr_is_longer_than_two_kilobytes(
     assert {type(each).__name__ for each in objects if len(repr(each)) > 2000} == set()
     classes = {getattr(api, name) for name in NAMES if isinstance(getattr(api, name), type)}
     assert classes <= {type(each) for each in objects}
-    assert repr(kept) == "Capture(run: 30 calls of 30 components in 1 steps)"
+    assert repr(kept) == "Capture(run: 30 calls of 30 components in 1 step)"
 
 
 @pytest.mark.parametrize(

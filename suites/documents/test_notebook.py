@@ -29,7 +29,7 @@ def test_it_shows_what_its_text_says() -> None:
     _, healthy, garbled, run, agreed, found, origins = run_notebook(NOTEBOOK)
     assert healthy
     assert garbled.cause.fault == "M10.nibble_order"
-    assert repr(run) == "MemoryRun(6 calls of 6 components in 1 steps)"
+    assert repr(run) == "MemoryRun(6 calls of 6 components in 1 step)"
     assert (agreed.verdict, found.verdict) == ("AGREES", "DIFFERS")
     assert origins == [("down", 1, "M02.applied_twice")]
 

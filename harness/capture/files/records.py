@@ -394,7 +394,11 @@ class Recorded(Protocol):
 def run_text(run: Recorded) -> str:
     """Say how much a run holds, in one short line."""
     components = len({call.component for call in run.calls})
-    return f"{len(run.calls):,} calls of {components:,} components in {len(run.steps):,} steps"
+    counts = {"call": len(run.calls), "component": components, "step": len(run.steps)}
+    calls, parts, steps = (
+        f"{count:,} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items()
+    )
+    return f"{calls} of {parts} in {steps}"
 
 
 @dataclass(frozen=True, repr=False)

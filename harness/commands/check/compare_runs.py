@@ -316,7 +316,8 @@ class RunComparison:
     @property
     def extent(self) -> str:
         """Describe what was compared."""
-        return f"{self.tokens:,} tokens" if self.tokens else f"{self.steps} steps"
+        count, noun = (self.tokens, "token") if self.tokens else (self.steps, "step")
+        return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
     @property
     def sentence(self) -> str:

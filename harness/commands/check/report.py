@@ -623,8 +623,9 @@ def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
     for line in head[1:]:
         yield Text(f"  {line}", "bold")
     found, facts = checked.localised, checked.facts
-    steps = len(checked.capture.steps)
-    text = f"{checked.name} · capture {checked.capture.hash[:12]} · {steps} steps"
+    count = len(checked.capture.steps)
+    steps = "1 step" if count == 1 else f"{count} steps"
+    text = f"{checked.name} · capture {checked.capture.hash[:12]} · {steps}"
     yield Text(visible(f"{text} · reference {facts.get('reference', '')}")[: width - 1], "dim")
     yield Text("")
     calls = len(checked.capture.calls)
