@@ -16,13 +16,14 @@ Order: set up barriers; PDL: release the next launch, ask L2 for the first stage
 K that is no multiple of 256 (`ragged`) puts linear scales on addresses that TMA rejects; lanes read
   those from global memory.
 By row (W4A16ByRowForm, `launch_by_row`): grid z is a row of activations and one matrix of its
-  expert, whose number the kernel reads after the previous launch has ended. Everything else is that
-  of one row, so a row's bits are those of `launch_w4a16` on its matrix.
+  expert, whose number the kernel reads after the previous launch has ended, and before for L2
+  alone. The rest is that of one row: its bits are those of `launch_w4a16` on its matrix.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
 graph. Shape letters: M rows, N outputs, K columns, P = K / 2 bytes.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -445,28 +446,46 @@ def block_of_rows() -> Any:
 
 def own_matrix(
     place: W4A16Thread,
-    pointers: tuple[Any, ...],
+    chosen: Any,
     extents: tuple[Any, ...],
     form: W4A16ByRowForm,
+    read: Callable[[Any], Any],
 ) -> tuple[W4A16Thread, Any]:
-    """Return the loading warp's position with its row and matrix, and the scale of the output.
+    """Return the loading warp's position with its row and matrix, and the expert; `chosen` by slot.
 
     Rows of the shared expert, whose matrices are the last ones, come first. A row whose expert is
-    not here gets a matrix beyond the last one, of which TMA reads zeros, and the scale 0.
+    not here gets a matrix beyond the last one, of which TMA reads zeros.
     """
     row, product = block_of_rows() // form.products, block_of_rows() % form.products
     shared, routed, experts = (Uint32(extent) for extent in extents[4:])
-    slot = facts.slot_of(row, shared)
-    chosen = ptx.global_word(pointers[6].toint() + Int64(slot) * 4)
-    expert = facts.expert_of(row, chosen, (shared, routed, experts))
-    matrix, known = expert * form.products + product, expert < experts
-    at = Int64(ops.select(known, expert, Uint32(0)))
+    number = read(chosen + Int64(facts.slot_of(row, shared)) * 4)
+    expert = facts.expert_of(row, number, (shared, routed, experts))
+    return place._replace(row=row, matrix=(expert * form.products + product,)), expert
+
+
+def likely_matrix(
+    place: W4A16Thread, pointers: tuple[Any, ...], extents: tuple[Any, ...], form: W4A16Form
+) -> W4A16Thread:
+    """Return the position whose weights L2 is asked for early.
+
+    By row it is a guess: an expert that is still being written costs a copy to L2, and nothing else
+    follows from it.
+    """
+    if not isinstance(form, W4A16ByRowForm):
+        return place
+    return own_matrix(place, pointers[6].toint(), extents, form, ptx.early_word)[0]
+
+
+def scale_of(
+    expert: Any, pointers: tuple[Any, ...], extents: tuple[Any, ...], form: W4A16ByRowForm
+) -> Any:
+    """Return the scale of the output; 0 where the expert is not here."""
+    known = expert < Uint32(extents[6])
+    at, product = Int64(ops.select(known, expert, Uint32(0))), block_of_rows() % form.products
     of_weights = ptx.global_number(pointers[3].toint() + (at * form.products + Int64(product)) * 4)
     of_input = ptx.global_number(pointers[5].toint() + at * 4)
     # The float32 product that the GEMM of tiles uses.
-    scale = ops.multiply_rn(of_input, of_weights)
-    scale = ops.select(known, scale, Float32(0.0))
-    return place._replace(row=row, matrix=(matrix,)), scale
+    return ops.select(known, ops.multiply_rn(of_input, of_weights), Float32(0.0))
 
 
 @cute.kernel
@@ -492,9 +511,10 @@ def w4a16_kernel(
     # PDL: the next kernel may set up from here on. This one reads and writes no global memory
     # before the previous kernel, and with it everything that kernel waited for, has ended.
     let_follow()
-    if cutlass.const_expr(not form.by_row):  # noqa: SIM102  the first is settled when traced
+    if cutlass.const_expr(form.asks_early):  # noqa: SIM102  the first is settled when traced
         if place.warp == form.warps:
-            ask_early(views, place, ceil_div(columns, facts.ROUND), form)
+            likely = likely_matrix(place, pointers, extents, form)
+            ask_early(views, likely, ceil_div(columns, facts.ROUND), form)
     wait_for_front()
     kept_scale = memory.kept + kept_count * form.kept_bytes
     if cutlass.const_expr(form.by_row):
@@ -507,7 +527,8 @@ def w4a16_kernel(
         scale = ptx.global_number(pointers[3].toint())
     if place.warp == form.warps:
         if cutlass.const_expr(form.by_row):
-            own, own_scale = own_matrix(place, pointers, extents, form)
+            own, expert = own_matrix(place, pointers[6].toint(), extents, form, ptx.global_word)
+            own_scale = scale_of(expert, pointers, extents, form)
             ask(views, own, memory, counts, form)
             # By shared memory, because the multiplying warps have no register to spare; not before
             # the copies, because the scale comes late.

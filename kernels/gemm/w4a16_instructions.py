@@ -98,6 +98,11 @@ def global_word(address: Any) -> Any:
     return emit("ld.global.b32 {$w0}, [{$r0}];", [Uint32], address)
 
 
+def early_word(address: Any) -> Any:
+    """Read 4 bytes of global memory that another launch may be writing: past L1, which keeps it."""
+    return emit("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", [Uint32], address)
+
+
 def global_byte(address: Any) -> Any:
     """Read a byte of global memory."""
     text = "{ .reg .u16 byte; ld.global.u8 byte, [{$r0}]; cvt.u32.u16 {$w0}, byte; }"

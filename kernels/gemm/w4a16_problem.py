@@ -141,6 +141,11 @@ class W4A16Form:
         return False
 
     @property
+    def asks_early(self) -> bool:
+        """Return whether L2 is asked for weights before the previous launch has ended."""
+        return True
+
+    @property
     def parts(self) -> int:
         """Return the warps that share the outputs of a group, one part of K each."""
         return PARTS // self.ranks
@@ -212,11 +217,17 @@ class W4A16ByRowForm(W4A16Form):
     """Compile-time parameters where each row multiplies its own expert's matrices."""
 
     products: int  # matrices of an expert, over the same row: gate and up, or one
+    early: bool  # whether L2 is asked for weights before the previous launch has ended
 
     @property
     def by_row(self) -> bool:
         """Return whether each row multiplies the matrices of its own expert."""
         return True
+
+    @property
+    def asks_early(self) -> bool:
+        """Return whether L2 is asked for weights before the previous launch has ended."""
+        return self.early
 
 
 @dataclass(frozen=True)

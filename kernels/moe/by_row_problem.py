@@ -126,14 +126,18 @@ def choose_tactic(problem: W4A16Problem, target: str) -> W4A16Tactic:
 
 
 def form_of(
-    problem: ByRowProblem, products: int, target: str, tactic: W4A16Tactic | None = None
+    problem: ByRowProblem,
+    products: int,
+    target: str,
+    tactic: W4A16Tactic | None = None,
+    *,
+    early: bool = True,
 ) -> W4A16ByRowForm:
     """Return the form of both products of a row with gate and up, or of one with down."""
     one = matrix_problem(problem, products)
     form = product.choose_form(one, tactic or choose_tactic(one, target), target)
-    return W4A16ByRowForm(
-        **{field.name: getattr(form, field.name) for field in fields(form)}, products=products
-    )
+    plain = {field.name: getattr(form, field.name) for field in fields(form)}
+    return W4A16ByRowForm(**plain, products=products, early=early)
 
 
 def choose_first_form(problem: ByRowProblem, target: str) -> W4A16ByRowForm:

@@ -97,6 +97,8 @@ def _by_row_code() -> Iterator[MachineCode]:
         for products, tactic in product((facts.GATE_AND_UP, 1), tactics):
             form = by_row.form_of(problem, products, target, tactic)
             yield _by_row_form(form, slow=not usual or tactic is not None)
+            if usual:
+                yield _by_row_form(replace(form, early=False), slow=True)
         for source, limit in (("values", None), *(("swiglu", each) for each in (10.0, 2.0, None))):
             yield MachineCode(
                 f"sm90_moe_by_row.{'GATED' if source == 'swiglu' else 'ROWS'}",
@@ -113,6 +115,7 @@ def _by_row_form(form: W4A16ByRowForm, *, slow: bool) -> MachineCode:
         "mul.rn.bf16x2": 32 * form.tiles * (not native),
         "add.rn.f32": w4a16.PARTS - 1,
         # The loading warp alone reads the expert and both scales, and leaves their product.
+        "ld.relaxed.gpu.global.b32": int(form.early),
         "ld.global.b32": 1,
         "ld.global.f32": 2,
         "st.shared.f32": 1,

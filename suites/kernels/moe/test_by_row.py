@@ -126,20 +126,20 @@ class Fault:
 
 
 def _expert_before(true: Any, *given: Any) -> Any:
-    place, scale = true(*given)
+    place, expert = true(*given)
     (matrix,) = place.matrix
-    return place._replace(matrix=(matrix - given[-1].products,)), scale
+    return place._replace(matrix=(matrix - given[3].products,)), expert
 
 
 def _gate_for_up(true: Any, *given: Any) -> Any:
-    (place, scale), products = true(*given), given[-1].products
+    (place, expert), products = true(*given), given[3].products
     (matrix,) = place.matrix
-    return place._replace(matrix=(matrix // products * products,)), scale
+    return place._replace(matrix=(matrix // products * products,)), expert
 
 
 def _first_row(true: Any, *given: Any) -> Any:
-    place, scale = true(*given)
-    return place._replace(row=0), scale
+    place, expert = true(*given)
+    return place._replace(row=0), expert
 
 
 def _scale_of_one(true: Any, address: Any, number: Any) -> Any:
@@ -244,8 +244,8 @@ def test_tiles_and_stages_do_not_change_a_bit() -> None:
         ):  # fmt: skip
             read = {**given, **memory}
             own = {name: read[name] for name in kernel.names if name != out}
-            for tactic in BY_ROW_TACTICS:
-                form = facts.form_of(problem, products, "sm_90a", tactic)
+            for tactic, early in product(BY_ROW_TACTICS, (False, True)):
+                form = facts.form_of(problem, products, "sm_90a", tactic, early=early)
                 made = torch.full_like(memory[out], torch.nan)
                 kernel.run(problem, checks.SETTINGS, form, **own, **{out: made})
                 assert torch.equal(made, memory[out]), tactic
