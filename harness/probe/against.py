@@ -119,14 +119,17 @@ def _needed(count: int | None, what: str) -> str:
     return "" if count is None else f" ({count:,} {what} would decide)"
 
 
-def against(session: Session, other: Side, tell: Callable[[str], None]) -> None:
-    """Score all texts on both sides and compare; `session.against` has what was gathered."""
+def against(
+    session: Session, other: Side, tell: Callable[[str], None], keep: Callable[[Against], None]
+) -> None:
+    """Score all texts on both sides and compare; `keep` gets the record that is filled."""
     if not session.server.offers("prompt log-probabilities"):
         raise Undecided(
             f"--against {other.name}", "a server without prompt log-probabilities",
             "texts that both sides score", "Allow echo with logprobs, or prompt_logprobs.",
         )  # fmt: skip
-    found = session.against = Against(other.name, ProbedCheck("against"))
+    found = Against(other.name, ProbedCheck("against"))
+    keep(found)
     found.result.unit = "texts"
     try:
         _score_all(found, session, other, tell)

@@ -129,6 +129,10 @@ class ProbeResult:
     interrupted: bool = False  # by Ctrl-C
     against: Against | None = None
 
+    def keep(self, against: Against) -> None:
+        """Keep a comparison with another side, which is filled while the probe runs."""
+        self.against = against
+
     @property
     def findings(self) -> list[ProbeFinding]:
         """Return all findings, those that decide first."""
@@ -167,7 +171,7 @@ def probe(
     options: ProbeOptions,
     model: str | None = None,
     tell: Callable[[str], None] = lambda _step: None,
-    beside: Callable[[Session], None] | None = None,
+    beside: Callable[[Session, Callable[[Against], None]], None] | None = None,
 ) -> ProbeResult:
     """Probe a server; `tell` hears each step, `beside` compares with another side at the end."""
     tell("what the server offers")
@@ -196,14 +200,13 @@ def probe(
         _repeat_at_end(session, result)
         if beside is not None:
             tell("the other side")
-            beside(session)
+            beside(session, result.keep)
     except LimitReached as limit:
         result.ended = _words_of(limit)
     except KeyboardInterrupt:
         result.ended, result.interrupted = "it was interrupted", True
     except (UnusableServer, Undecided) as error:
         result.ended = f"{error.name}: {error.shown_value}"
-    result.against = session.against
     if result.ended:
         _cut(result)
         result.checks += _not_begun(result)

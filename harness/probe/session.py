@@ -14,7 +14,6 @@ from degarble.harness.probe.server import Ask
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from degarble.harness.probe.against import Against
     from degarble.harness.probe.answers import Answer, Position
     from degarble.harness.probe.judging import ProbedCheck, ProbedComparison
     from degarble.harness.probe.server import ProbedServer, Prompt
@@ -57,7 +56,6 @@ class Session:
     base: list[Answer] = field(default_factory=list)  # the same again: what a cache gives
     scored: tuple[Position, ...] = ()  # of the latest prompt, without its answer
     tail: tuple[Position, ...] = ()  # of its answer's tokens
-    against: Against | None = None  # the comparison with another side, as far as it came
     _exact: dict[str, Prompt] = field(default_factory=dict)
     _long: tuple[Prompt, tuple[str, ...]] | None = None
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.inference.model import OpenModel
+    from degarble.harness.probe.against import Against
 
 TOKEN = "a-token-that-nobody-may-see"
 SMALL = SmallConfig(3, width=32, arithmetic="exact")
@@ -231,15 +232,15 @@ def test_two_servers(
 
 
 @contextmanager
-def beside(model: OpenModel, folder: Path) -> Iterator[Session]:
+def beside(model: OpenModel, folder: Path) -> Iterator[list[Against]]:
     """Serve a checkpoint's own model, and compare two texts with a checkpoint at the end."""
+    kept: list[Against] = []
     options = ProbeOptions(texts(3)[:2])
     with serving(model, SMALL, Manner(engine=ScoringEngine, logits=model.logits_model)) as url:
         server = explore(Client(url, None, RequestLimits(rate=1e6)), None, options.texts)
-        session = Session(server, options)
-        yield session
+        yield kept
         with local_side(folder) as side:
-            against(session, side, lambda _step: None)
+            against(Session(server, options), side, lambda _step: None, kept.append)
 
 
 @pytest.mark.parametrize(("layout", "agrees"), [("bf16", True), ("nvfp4-full", False)])
@@ -247,10 +248,9 @@ def test_a_server_beside_a_checkpoint(
     model: OpenModel, tmp_path: Path, layout: str, agrees: bool
 ) -> None:
     """What is served is computed here from the same files, or from a quantised copy."""
-    with beside(model, write_speaker(tmp_path / "beside", layout=layout)) as session:
+    with beside(model, write_speaker(tmp_path / "beside", layout=layout)) as kept:
         pass
-    found = session.against
-    assert found is not None
+    (found,) = kept
     judge_against(found, [], "bf16")
     assert (found.name, found.texts, found.result.limit) == ("beside", 2, limit_of("", [], "bf16"))
     assert found.result.largest is not None
@@ -269,10 +269,9 @@ def test_texts_that_were_compared_stay_after_ctrl_c(
         return score(self, text, ids=ids)
 
     monkeypatch.setattr(LocalSide, "score_text", interrupted)
-    with pytest.raises(KeyboardInterrupt), beside(model, write_speaker(tmp_path / "b")) as session:
+    with pytest.raises(KeyboardInterrupt), beside(model, write_speaker(tmp_path / "b")) as kept:
         pass
-    assert session.against is not None
-    assert session.against.texts == 1
+    assert [found.texts for found in kept] == [1]
 
 
 @pytest.mark.slow

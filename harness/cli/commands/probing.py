@@ -217,7 +217,7 @@ def _shown(terminal: Terminal, client: Any) -> Iterator[Callable[[str], None]]:
 
 def _beside(
     options: ProbeArguments, other: tuple[str | None, Any], stack: ExitStack, told: Any
-) -> Callable[[Any], Any] | None:
+) -> Callable[[Any, Any], None] | None:
     """Return what compares with the other side, opened before anything is asked."""
     if options.against is None:
         return None
@@ -233,7 +233,7 @@ def _beside(
         token, limits = other
         client = Client(options.against, token, limits)
         side = paired.ServerSide(explore(client, None, _require(options)[::-1]))
-    return lambda session: paired.against(session, side, told)
+    return lambda session, keep: paired.against(session, side, told, keep)
 
 
 def _folder(options: ProbeArguments, terminal: Terminal) -> Path | None:
