@@ -131,7 +131,11 @@ def test_i_have_a_run_of_my_own(terminal: UserTerminal, quantised: Path) -> None
 def test_i_have_a_kernel(terminal: UserTerminal) -> None:
     example = python_of("README.md", 'print(judge("gemm"')
     (terminal.folder / "kernel.py").write_text(example)
-    require(terminal.type("python kernel.py"), 0, "AGREES: gemm agrees with its twin")
+    require(
+        terminal.type("python kernel.py"),
+        0,
+        "AGREES: gemm agrees with its twin: every number is equal",
+    )
     wrong = example.replace("print(", "out[:32] *= 2\nprint(")
     (terminal.folder / "wrong.py").write_text(wrong)
     require(terminal.type("python wrong.py"), 0, "DIFFERS: gemm", "in rows 0 to 31")

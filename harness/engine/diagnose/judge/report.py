@@ -133,7 +133,9 @@ class JudgedKernel(ShownAsCard):
     def sentence(self) -> str:
         """Return the answer in a sentence."""
         if self.verdict is Verdict.AGREES:
-            return f"{self.component} agrees with its twin: {budgets(self.ratio)}."
+            equal = all(output.identical == 1 for output in self.outputs.values())
+            how = "every number is equal" if equal else budgets(self.ratio)
+            return f"{self.component} agrees with its twin: {how}."
         if self.verdict is Verdict.UNDECIDED:
             why = next((e.undecided for e in self.outputs.values() if e.undecided), "")
             return f"{self.component} is undecided: {why}"
@@ -242,7 +244,8 @@ class JudgedKernel(ShownAsCard):
         if name in self.census:
             told.append(f"  {name}: {self.census[name]}")
         beyond = [finding for finding in judged.findings if finding.ratio > 1][:_FINDINGS]
-        told += [f"  {name}: {finding}" for finding in beyond or judged.findings[:1]]
+        worst = [finding for finding in judged.findings[:1] if finding.measured]
+        told += [f"  {name}: {finding}" for finding in beyond or worst]
         if beyond:
             told += [f"    budget: {line}" for line in judged.derivation]
         return told

@@ -65,6 +65,16 @@ def test_activations_may_arrive_as_codes(per_row: bool, rows: int) -> None:
     assert doubled.cause.fault == "M43.whole"
 
 
+def test_an_output_without_a_difference_is_called_equal() -> None:
+    x, w = random(8, 64).bfloat16(), random(16, 64, seed=1).bfloat16()
+    out = (x.double() @ w.double().T).bfloat16()
+    assert (
+        str(judge("gemm", x, w, out)) == "AGREES: gemm agrees with its twin: every number is equal."
+    )
+    out[3, 4] = torch.nextafter(out[3, 4], out[3, 4] + 1)
+    assert "equal" not in judge("gemm", x, w, out).sentence
+
+
 def test_one_wrong_element_is_reported_with_both_codes() -> None:
     out = OUT.bfloat16()
     out[3, 5] *= 1.5
