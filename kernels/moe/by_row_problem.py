@@ -131,7 +131,7 @@ def form_of(
     target: str,
     tactic: W4A16Tactic | None = None,
     *,
-    early: bool = True,
+    early: bool = False,
 ) -> W4A16ByRowForm:
     """Return the form of both products of a row with gate and up, or of one with down."""
     one = matrix_problem(problem, products)

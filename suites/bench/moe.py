@@ -184,7 +184,7 @@ def moe(options: Any) -> Iterator[Comparison]:
 # ---- few tokens, each row by its own expert's matrices -------------------------------------------
 
 BY_ROW, BY_TILES, SHARED = "by row, whole", "tiles, whole", "tiles, shared expert"
-LATE = "nothing asked early"
+ASKED = "weights asked for early"
 STEPS_BY_ROW = ("rows decoded", "FC1", "gated rows decoded", "FC2", "sum")
 OTHER_FORMS = (
     *by_row.TACTICS, *(replace(each, resident=1) for each in by_row.TACTICS),
@@ -214,8 +214,8 @@ def by_row_launches(problem: ByRowProblem, number: int) -> dict[str, Launch]:
                 form = by_row.form_of(problem, products, SM90A.name, tactic)
                 of_form = partial(kernel.run, own, checks.SETTINGS, form, **here)
                 made[f"{name}, {tactic.tiles} tiles, {tactic.resident} a processor"] = of_form
-            form = by_row.form_of(problem, products, SM90A.name, early=False)
-            made[f"{name}, {LATE}"] = partial(kernel.run, own, checks.SETTINGS, form, **here)
+            form = by_row.form_of(problem, products, SM90A.name, early=True)
+            made[f"{name}, {ASKED}"] = partial(kernel.run, own, checks.SETTINGS, form, **here)
     weights = {n: given[n] for n in given if n.startswith(("w13_", "w2_"))}
     of_tokens = {name: given[name] for name in ("x", "experts", "weights")}
     routed = {name: tensor[:-1] for name, tensor in weights.items()}
@@ -242,7 +242,7 @@ def compared_by_row(model: str, tokens: int) -> Comparison:
         f"{name}, {tactic.tiles} tiles, {tactic.resident} a processor"
         for name, tactic in product(("FC1", "FC2"), OTHER_FORMS)
     ]
-    forms += [f"{name}, {LATE}" for name in ("FC1", "FC2")]
+    forms += [f"{name}, {ASKED}" for name in ("FC1", "FC2")]
     names = (BY_ROW, *STEPS_BY_ROW, *forms, BY_TILES, SHARED)
     arms = [Arm(name, shared(made, name), sets=SETS) for name in names]
     size = int(weight_bytes(problem.moe, problem.rows))

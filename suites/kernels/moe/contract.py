@@ -98,7 +98,7 @@ def _by_row_code() -> Iterator[MachineCode]:
             form = by_row.form_of(problem, products, target, tactic)
             yield _by_row_form(form, slow=not usual or tactic is not None)
             if usual:
-                yield _by_row_form(replace(form, early=False), slow=True)
+                yield _by_row_form(replace(form, early=True), slow=True)
         for source, limit in (("values", None), *(("swiglu", each) for each in (10.0, 2.0, None))):
             yield MachineCode(
                 f"sm90_moe_by_row.{'GATED' if source == 'swiglu' else 'ROWS'}",
