@@ -134,7 +134,7 @@ def test_i_have_a_kernel(terminal: UserTerminal) -> None:
     require(
         terminal.type("python kernel.py"),
         0,
-        "AGREES: gemm agrees with its twin: every number is equal",
+        "AGREES: gemm agrees with its twin",
     )
     wrong = example.replace("print(", "out[:32] *= 2\nprint(")
     (terminal.folder / "wrong.py").write_text(wrong)
