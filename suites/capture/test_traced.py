@@ -12,6 +12,7 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.recorder import MemoryRun, Recorder
 from degarble.harness.capture.traced import recording
 from degarble.suites.references.traced.traced_models import NAMES, built, config_of, weights_of
+from degarble.suites.support.thinned import thinned
 from degarble.suites.support.traced_runs import judged_run, prompt, recorded
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def test_a_fault_on_a_gpu_is_placed_in_exactly_its_component(plant: str) -> None
 _WINDOWED = [("gpt_oss", 8), ("gpt_oss", 22), ("gemma3_text", 8), ("mistral", 24)]
 
 
-@pytest.mark.parametrize(("name", "window"), _WINDOWED)
+@pytest.mark.parametrize(("name", "window"), thinned(_WINDOWED))
 def test_a_cache_may_forget_what_no_later_token_attends_to(name: str, window: int) -> None:
     found = _windowed(name, sliding_window=window)
     assert [origin.component for origin in found.origins] == []
@@ -302,7 +303,7 @@ def test_another_choice_among_equal_scores_is_legal() -> None:
     assert sum(row.flips for row in found.rows if row.component.name.endswith(".topk")) > 0
 
 
-@pytest.mark.parametrize("change", [_one_too_low, _next_experts, _not_divided])
+@pytest.mark.parametrize("change", thinned([_one_too_low, _next_experts, _not_divided]))
 def test_a_wrong_choice_of_experts_is_placed_in_the_choice(change: Callable[..., Any]) -> None:
     found = judged("mixtral", torch.bfloat16, "eager", lambda model: _router(model, 1, change))
     assert [origin.component for origin in found.origins] == ["layers.1.mlp.gate.topk"]
@@ -333,7 +334,7 @@ def _next_token(chosen: torch.Tensor, keys: int) -> torch.Tensor:
     return ((chosen + 1) % keys).to(chosen.dtype)
 
 
-@pytest.mark.parametrize("change", [_oldest, _next_token])
+@pytest.mark.parametrize("change", thinned([_next_token, _oldest]))
 def test_a_wrong_choice_of_tokens_is_placed_in_the_choice(change: Callable[..., Any]) -> None:
     found = judged("glm_moe_dsa", torch.bfloat16, "eager", lambda model: _indexer(model, change))
     assert [origin.component for origin in found.origins] == ["layers.1.self_attn.indexer.result"]

@@ -47,10 +47,13 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str]] = {
 }
 
 
-def offences(file: str, text: str) -> Iterator[Offence]:
-    """Yield every number of a Python file that is over its limit, exceptions not applied."""
+def offences(file: str, text: str, source: ast.Module | None = None) -> Iterator[Offence]:
+    """Yield every number of a Python file that is over its limit, exceptions not applied.
+
+    `source` is the text's tree, where the caller has it.
+    """
     yield from _over(file, "file lines", len(text.splitlines()), FILE_LINES)
-    source = ast.parse(text)
+    source = ast.parse(text) if source is None else source
     docstring = ast.get_docstring(source, clean=False) or ""
     yield from _over(file, "docstring lines", _count(docstring), MODULE_DOCSTRING_LINES)
     if not docstring and "/test_" not in file:  # a suite's name says what it proves

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from degarble.suites.house.numbers import EXCEPTIONS, Offence, accepted, offences
-from degarble.suites.house.repository import modules, shown
+from degarble.suites.house.repository import modules, shown, tree
 
 
 @cache
@@ -15,7 +15,7 @@ def found() -> tuple[Offence, ...]:
     return tuple(
         offence
         for path in modules()
-        for offence in offences(shown(path), path.read_text(encoding="utf-8"))
+        for offence in offences(shown(path), path.read_text(encoding="utf-8"), tree(path))
     )
 
 

@@ -161,6 +161,7 @@ def test_a_family_with_few_plants_is_reported() -> None:
     assert Museum(tuple(plants), (), ()).scarce == ("M06",)
 
 
+@pytest.mark.slow
 def test_mild_plants_are_added() -> None:
     made = run_museum(("M43.whole",), replace(SMALL, plants=1, mild=1), root=root())
     assert len(made.outcomes) == 4

@@ -29,6 +29,7 @@ from degarble.references.numerics import (
     switches_of,
 )
 from degarble.references.weights import InputAmax, quantised_weights, random_weights
+from degarble.suites.support.thinned import thinned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -223,7 +224,7 @@ def role(name: str | None) -> str:
     return name.split(".", 2)[-1] if name.startswith(("layers.", "mtp.")) else name
 
 
-@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("name", thinned(SIDES))
 def test_a_switch_changes_what_it_is_about(
     name: str, weights: dict[str, dict[str, Weight]]
 ) -> None:

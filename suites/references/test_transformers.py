@@ -240,6 +240,7 @@ def test_v4_every_component_agrees_on_the_same_inputs(v4_cases: dict[str, Case],
     assert judge.near_ties <= 0.001 * judge.choices, f"{judge.near_ties} of {judge.choices}"
 
 
+@pytest.mark.slow
 def test_v4_ragged_prompts_agree_end_to_end(v4_cases: dict[str, Case]) -> None:
     case = v4_cases["small"]
     model = ModelV4(BoundModel(V4_SMALL, NUMERICS, case.weights), V4_SMALL)

@@ -25,6 +25,7 @@ from degarble.suites.references.traced.traced_models import (
     weights_of,
 )
 from degarble.suites.support.engine_stand_in import engine_models
+from degarble.suites.support.thinned import thinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +104,7 @@ _PLANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("plant", _PLANTS)
+@pytest.mark.parametrize("plant", thinned(_PLANTS))
 def test_a_fault_of_the_loader_is_placed(tmp_path: Path, plant: str) -> None:
     name, ranks, change, blamed = _PLANTS[plant]
     found, _ = _judged(name, tmp_path, ranks, change)

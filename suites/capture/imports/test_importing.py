@@ -82,7 +82,7 @@ def _half(path: str, factor: float = 0.5) -> Callable[[Any], None]:
         (_half("post_attention_layernorm"), {"layers.1.post_attention_layernorm"}),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_fault_in_sglang_is_placed(
     tmp_path: Path, plant: Callable[[Any], None], blamed: set[str], ranks: int
 ) -> None:

@@ -143,6 +143,7 @@ for raw in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.needs("compressed_tensors")
 def test_compressed_tensors_reads_its_configs() -> None:
     configs = [stated(name, "compressed-tensors")[0] or {} for name in CONFIGS]

@@ -80,7 +80,9 @@ def operands(twin: BoundModel, component: str, seed: int) -> tuple[str, dict[str
     return linear, {"x": random(tokens, width * groups)}
 
 
-@pytest.mark.parametrize("name", ["nvfp4-full", "official", "nvfp4-experts"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4-full", "official", pytest.param("nvfp4-experts", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("family", ["v4", "v32"])
 def test_too_good_is_usable_on_every_linear(family: str, name: str) -> None:
     """A healthy one is never nearer than the twin; one that left the quantisation out always is."""

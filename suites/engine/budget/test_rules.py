@@ -56,6 +56,7 @@ from degarble.references import numerics as rounding
 from degarble.references.linears import STAGE
 from degarble.references.numerics import IndexerFormat, KeyValueCache, Numerics, Switches
 from degarble.references.tensor_core import WGMMA_FP8, dense_gemm
+from degarble.suites.support.thinned import thinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +140,7 @@ def twin_of(x: Tensor, w: Tensor, output: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [64, 2048])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS))
 def test_a_product_in_any_order_is_healthy(kind: str, width: int) -> None:
     x = operand(kind, ROWS, width, 1).bfloat16().float()
     w = operand("one sign" if kind == "cancelling" else kind, COLUMNS, width, 2).bfloat16().float()
@@ -239,7 +240,7 @@ def test_a_gain_of_one_and_a_half_budgets_is_caught(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 7168])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS))
 def test_a_norm_is_healthy(kind: str, width: int) -> None:
     x, weight = operand(kind, ROWS, width, 11), operand("normal", 1, width, 12)[0]
     for output, fmt in ((torch.bfloat16, BF16), (torch.float32, FP32)):

@@ -136,8 +136,8 @@ def all_swapped(name: str, weight: Weight) -> Weight:
     [
         (V4, "nvfp4-full", f"{ATTN}wo_b"),
         (V4, "nvfp4-experts", f"{FFN}experts.w2"),
-        (V4, "nvfp4-experts", f"{FFN}experts.w13"),
-        (V32, "nvfp4-full", "layers.0.attn.wo"),
+        pytest.param(V4, "nvfp4-experts", f"{FFN}experts.w13", marks=pytest.mark.slow),
+        pytest.param(V32, "nvfp4-full", "layers.0.attn.wo", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_of_one_block_is_shown_on_that_block(
@@ -178,7 +178,10 @@ def columns_moved(_inputs: object, outputs: Mapping[str, Tensor]) -> Mapping[str
 
 @pytest.mark.parametrize(
     ("way", "held"),
-    [(with_weights(one_bit), "weights."), (with_outputs(columns_moved), "outputs.")],
+    [
+        (with_weights(one_bit), "weights."),
+        pytest.param(with_outputs(columns_moved), "outputs.", marks=pytest.mark.slow),
+    ],
 )
 def test_a_case_carries_what_was_recovered_and_agrees_with_it(
     way: Any, held: str, tmp_path: Path

@@ -20,6 +20,7 @@ from degarble.harness.engine.recover.described import Described, describe
 from degarble.harness.engine.recover.maps import Sides, maps_of, moved
 from degarble.suites.campaigns.causes.recovered_weights import edited, recovered
 from degarble.suites.engine.diagnosing import Double, double
+from degarble.suites.support.thinned import thinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -73,7 +74,7 @@ def first_weight(name: str) -> str:
     return next(iter(model().planting(name).weights))
 
 
-@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize("name", thinned(LINEARS))
 def test_one_flipped_bit_is_told_as_row_column_code_and_bit(name: str) -> None:
     weight = first_weight(name)
     rows, columns = model().planting(name).weights[weight].shape

@@ -278,7 +278,8 @@ def test_orthogonal_matrices_have_singular_values_near_one(seed: int) -> None:
         assert values.max() < 1.4
 
 
-@pytest.mark.parametrize("name", [pytest.param("v4", marks=pytest.mark.slow), "v32"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v4", "v32"])
 def test_training_lowers_the_loss_and_state_round_trips(name: str, tmp_path: Path) -> None:
     model = train.model_named(name, 0)
     optimiser = Optimiser(model.weights)

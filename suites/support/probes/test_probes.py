@@ -24,6 +24,7 @@ from degarble.suites.support.probes.probes import (
     expected,
     sample_bytes,
 )
+from degarble.suites.support.thinned import thinned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,7 +44,7 @@ def scalar_mismatches(probe: Probe, want: torch.Tensor, indices: Iterable[int]) 
     return found
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", thinned(GROUPS))
 def test_scalars_return_what_tensors_return(group: str) -> None:
     want = expected(group)
     assert want.shape == (len(GROUPS[group]), SAMPLES)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.formats.layouts import SWIZZLE_8X4, SWIZZLE_128X4, round_up
+from degarble.suites.support.thinned import thinned
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -23,7 +24,7 @@ def cute_layouts() -> ModuleType:
     return import_module("degarble.suites.support.probes.cute_layouts")
 
 
-@pytest.mark.parametrize(("matrices", "rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("matrices", "rows", "columns"), thinned(SHAPES))
 def test_equals_cute_everywhere(
     matrices: int, rows: int, columns: int, cute_layouts: ModuleType
 ) -> None:

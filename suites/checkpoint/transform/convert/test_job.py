@@ -31,6 +31,7 @@ from degarble.references.tiny import figures, language
 from degarble.suites.checkpoint.converting_cases import converted, damage, source
 from degarble.suites.checkpoint.transform.loading_cases import loaded_by_transformers, our_logits
 from degarble.suites.checkpoint.writing_cases import tree
+from degarble.suites.support.thinned import thinned
 
 SOURCES = dict.fromkeys(CONVERSIONS, "nvfp4-full") | {
     "nvfp4": "official",
@@ -160,7 +161,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "to", "options"), CASES)
+@pytest.mark.parametrize(("kind", "to", "options"), thinned(CASES))
 def test_a_round_trip_yields_the_same_bytes(
     kind: str, to: str, options: dict[str, object], tmp_path: Path
 ) -> None:
@@ -233,6 +234,7 @@ def write_source(kind: str, folder: Path) -> None:
     QuantiseJob(TRAINED / "v4", layout).run(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_transformers_reads_every_decoded_checkpoint(tmp_path: Path) -> None:
     """Names of single experts in transformers' own words left them at random: 62 for 8.5."""
