@@ -67,6 +67,7 @@ from degarble.harness.engine.localise.tensor_forms import (
 )
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.verdict import Verdict
+from degarble.references.numerics import CodeSums
 from degarble.references.tensor_core import WGMMA_FP8
 
 if TYPE_CHECKING:
@@ -496,6 +497,7 @@ class Localisation:
         learned = {e.name: e.value for e in self._conventions if e.source == LEARNED}
         if learned:
             self._judge_again(learned)
+        self._allow_exact_sums(learned)
 
     def _by(
         self,
@@ -526,6 +528,36 @@ class Localisation:
         for name in again:
             self._answers[name] = answers[name]
         self.known = work.known
+
+    def _allow_exact_sums(self, learned: Mapping[str, Any]) -> None:
+        """Judge by sums in float32 what differs from a run's short sums.
+
+        An engine may have several kernels for FP8 products; the more exact one is no fault.
+        """
+        if self.known.twin.numerics.switches.code_sums is CodeSums.FLOAT32:
+            return
+        names = [
+            name
+            for name, answer in self._answers.items()
+            if answer.build_discrepancy is not None
+            and answer.judged.component.judged_as in REGISTRY["code_sums"].roles
+        ]
+        values = {**learned, "code_sums": CodeSums.FLOAT32}
+        work = self.of_task(JudgingTask((), tuple(sorted(values.items()))))
+        briefly = self._answered(
+            tasks_of([work.named(name) for name in names], values, briefly=True)
+        )
+        exact = [name for name, answer in briefly.items() if answer.fit.agrees]
+        if not exact:
+            return
+        if isinstance(self._during.looked, Collector):
+            for name in exact:
+                self._during.looked.forget(name)
+        self._answers.update(self._answered(tasks_of([work.named(name) for name in exact], values)))
+        self._notes.append(
+            f"{len(exact)} of its components, such as {exact[0]}, add up products of FP8 codes in "
+            "float32, where the run's sums are short: that is more exact, and no finding"
+        )
 
     def _broken_of(self, name: str) -> list[Edge]:
         batched = self._batches(self.named(name))
