@@ -15,6 +15,7 @@ from degarble.suites.house.walks import Record, Step, breaks, files_of, is_class
 WRITE = "write them anew: python -m degarble.suites.house.pages.architecture"
 
 
+@pytest.mark.slow
 def test_the_picture_is_that_of_the_imports() -> None:
     assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.draw(), WRITE
 

@@ -80,6 +80,7 @@ def test_the_whole_story(
     assert names == {".html", ".json", "-outputs.csv", "-budgets.csv", "-replay.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("told")
 def test_the_story_as_a_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     result = call(capsys, "--json", "demo", "--fault", "M10.nibble_order", "--out", tmp_path)

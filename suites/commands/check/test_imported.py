@@ -174,6 +174,7 @@ def test_other_weights_of_the_same_shapes_are_suspected(capsys: Capsys, tmp_path
     assert any("is this the checkpoint that the engine loaded" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 @pytest.mark.needs("modelopt")
 @pytest.mark.parametrize(
     ("factor", "blamed"),

@@ -198,7 +198,8 @@ def test_short_sums_of_a_single_linear_are_no_convention(name: str, engine: Emul
     assert "code_sums" not in learned(run.judged())
 
 
-@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
 def test_scales_rounded_up_for_deepgemm_are_learned(model: str) -> None:
     run = _run("FP8 block", model)
     run.emulate(DEEPGEMM)
