@@ -542,6 +542,8 @@ class Localisation:
             if answer.build_discrepancy is not None
             and answer.judged.component.judged_as in REGISTRY["code_sums"].roles
         ]
+        if not names:
+            return
         values = {**learned, "code_sums": CodeSums.FLOAT32}
         work = self.of_task(JudgingTask((), tuple(sorted(values.items()))))
         briefly = self._answered(

@@ -441,11 +441,19 @@ def _by_squares(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
         fit = _predicts(context, calls, variant)
         if fit is not None:
             held.append((variant, fit))
+    return _first_of(held, _LOADER)
+
+
+def _first_of(
+    held: Sequence[tuple[FaultVariant, VariantFit]],
+    remedy: str,
+    begin: str = "The outputs follow if",
+) -> Described | None:
+    """Describe the first variant that explains the outputs, and name the others."""
     if not held:
         return None
     variant, fit = held[0]
-    sentence = f"The outputs follow if {variant.words}{_others(held)}."
-    return Described(sentence, _LOADER, (), variant, fit)
+    return Described(f"{begin} {variant.words}{_others(held)}.", remedy, (), variant, fit)
 
 
 def _others(held: Sequence[tuple[FaultVariant, object]]) -> str:
@@ -507,11 +515,7 @@ def _by_earlier_calls(context: ComponentContext, calls: Sequence[CallRecord]) ->
     variants = earlier_rows(list(_sides(context, calls[0])), calls[0])
     fits = [(variant, _predicts(context, calls, variant)) for variant in variants]
     held = [(variant, fit) for variant, fit in fits if fit is not None]
-    if not held:
-        return None
-    variant, fit = held[0]
-    sentence = f"The outputs are the right ones, but {variant.words}{_others(held)}."
-    return Described(sentence, _CALLS, (), variant, fit)
+    return _first_of(held, _CALLS, "The outputs are the right ones, but")
 
 
 _CALLS = "Look at buffers that several calls share: offsets, when they are written, graph replays."
@@ -768,11 +772,7 @@ def _by_whole_numbers(context: ComponentContext, calls: Sequence[CallRecord]) ->
         fit = _predicts(context, calls, variant)
         if fit is not None:
             held.append((variant, fit))
-    if not held:
-        return None
-    variant, fit = held[0]
-    sentence = f"The outputs follow if {variant.words}{_others(held[:SHOWN])}."
-    return Described(sentence, _COMPONENT, (), variant, fit)
+    return _first_of(held[:SHOWN], _COMPONENT)
 
 
 def _by_orders(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
@@ -850,9 +850,7 @@ def _by_keys(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
         fits = [(variant, _predicts(context, calls, variant)) for variant in group]
         held = [(variant, fit) for variant, fit in fits if fit is not None]
         if held:
-            variant, fit = held[0]
-            sentence = f"The outputs follow if {variant.words}{_others(held)}."
-            return Described(sentence, _MASK, (), variant, fit)
+            return _first_of(held, _MASK)
     return None
 
 
