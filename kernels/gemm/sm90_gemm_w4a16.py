@@ -121,7 +121,7 @@ def copy_box(
 ) -> None:
     """Start the TMA copy of the box at `place`, counted in boxes, to a shared address.
 
-    Without a barrier only L2 is asked to have it.
+    Without a barrier it is prefetched to L2 alone.
     """
     atom, tensor = view
     element, shape = box
@@ -196,7 +196,7 @@ def copy_weights(
 ) -> None:
     """Start the copies of a round's codes and scales of one tile of every group.
 
-    `target` is the address of a stage and its barrier, or None where L2 is asked alone.
+    `target` is the address of a stage and its barrier, or None to prefetch to L2 alone.
     """
     (round_, tile), (stage, barrier) = asked, target
     span = round_ * form.ranks + place.rank
@@ -466,7 +466,7 @@ def own_matrix(
 def likely_matrix(
     place: W4A16Thread, pointers: tuple[Any, ...], extents: tuple[Any, ...], form: W4A16Form
 ) -> W4A16Thread:
-    """Return the position whose weights L2 is asked for early.
+    """Return the position whose weights are prefetched to L2.
 
     By row it is a guess: an expert that is still being written costs a copy to L2, and nothing else
     follows from it.

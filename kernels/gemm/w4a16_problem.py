@@ -142,7 +142,7 @@ class W4A16Form:
 
     @property
     def asks_early(self) -> bool:
-        """Return whether L2 is asked for weights before the previous launch has ended."""
+        """Return whether weights are prefetched before the previous launch has ended."""
         return True
 
     @property
@@ -217,7 +217,7 @@ class W4A16ByRowForm(W4A16Form):
     """Compile-time parameters where each row multiplies its own expert's matrices."""
 
     products: int  # matrices of an expert, over the same row: gate and up, or one
-    early: bool  # whether L2 is asked for weights before the previous launch has ended
+    early: bool  # whether weights are prefetched before the previous launch has ended
 
     @property
     def by_row(self) -> bool:
@@ -226,7 +226,7 @@ class W4A16ByRowForm(W4A16Form):
 
     @property
     def asks_early(self) -> bool:
-        """Return whether L2 is asked for weights before the previous launch has ended."""
+        """Return whether weights are prefetched before the previous launch has ended."""
         return self.early
 
 
