@@ -169,10 +169,12 @@ def _in_a_share(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
 
 
 def _described(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    found = _by_weights(context, calls) or _by_keys(context, calls) or _by_outputs(context, calls)
+    if found is not None and found.here:
+        # Rows that hold those of others in these calls may be the same number in every call.
+        return _by_earlier_calls(context, calls) or _by_whole_numbers(context, calls) or found
     return (
-        _by_weights(context, calls)
-        or _by_keys(context, calls)
-        or _by_outputs(context, calls)
+        found
         or _by_earlier_calls(context, calls)
         or _by_inputs(context, calls)
         or _by_squares(context, calls)

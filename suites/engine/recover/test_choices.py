@@ -60,6 +60,19 @@ def test_an_exchange_is_named_beside_what_the_calls_cannot_tell_from_it() -> Non
     assert "explain it as well" in found.sentence
 
 
+def test_a_token_that_is_read_as_another_of_the_call_is_no_matter_of_its_rows() -> None:
+    """Rows of one token hold those of another one's row: true of this call, and of no other."""
+    tokens = model().sights("embed", None)[0].inputs["tokens"].tolist()
+    one, other = tokens[5], tokens[20]  # every 60th is the same
+    variant = FaultVariant("read", with_inputs(
+        lambda own: {**own, "tokens": torch.where(own["tokens"] == one, other, own["tokens"])}
+    ))  # fmt: skip
+    found = told("embed", variant, rows=70)
+    assert found is not None
+    assert f"tokens {one} is {other}, wherever it stands" in found.sentence
+    assert not found.here
+
+
 def test_the_row_before_is_told() -> None:
     late = FaultVariant("late", with_outputs(lambda _, made: {"out": made["out"].roll(1, 0)}))
     found = told("embed", late)
