@@ -8,6 +8,7 @@ import pytest
 
 from degarble.harness.checkpoint.transform.convert.job import (
     CONVERSIONS,
+    OF_DIALECTS,
     OF_INTEGERS,
     ConversionJob,
     prove,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def test_the_command_offers_every_conversion() -> None:
-    assert set(TARGETS) == {*CONVERSIONS, *OF_INTEGERS}
+    assert set(TARGETS) == {*CONVERSIONS, *OF_INTEGERS, *OF_DIALECTS}
 
 
 @pytest.mark.parametrize(

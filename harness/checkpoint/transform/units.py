@@ -123,6 +123,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "per": ("block", "tensor"),
         "gpu": ("sm100", "sm90"),
         "direction": ("decode", "encode"),
+        "tensor_scales": ("exact", "nearest"),
         "backend": ("loader", "trtllm", "cutedsl", "flashinfer-cutlass", "vllm-cutlass"),
     }
 )
@@ -140,6 +141,7 @@ class ConversionOptions:
     per: str = "block"
     gpu: str = "sm100"
     direction: str = "decode"  # of the stored block scale: what codes are multiplied by
+    tensor_scales: str = "exact"  # nearest: divisors may be one unit in the last place off
     backend: str = "loader"  # whose kernels read the experts; loader: as vLLM's loader fills them
 
     def __post_init__(self) -> None:
@@ -201,6 +203,7 @@ class TensorProof(NamedTuple):
         return self.holds and not self.different
 
 
+ONE_ULP = "one unit in the last place of float32"
 UNKNOWN_NAMES = "The names were not compared: no loader of this model in these formats is known."
 
 
@@ -266,6 +269,12 @@ class ConversionProof:
         """The number of converted tensors that kept every value."""
         return sum(tensor.is_exact for tensor in self.tensors)
 
+    def _moved(self) -> Iterator[str]:
+        moved = [each for each in self.tensors if each.bound == ONE_ULP and each.different]
+        if moved:
+            count = sum(each.different for each in moved)
+            yield f"{count:,} elements of {len(moved)} modules moved, by {ONE_ULP} at most."
+
     def lines(self) -> Iterator[str]:
         """Yield one line for the whole, and some for each tensor that breaks the promise."""
         verdict = "holds" if self.holds else "is broken"
@@ -273,6 +282,7 @@ class ConversionProof:
             f"The promise of {self.to} {verdict}: {len(self.tensors)} converted"
             f" ({self.exact} exact), {self.copied} copied, {len(self.left_out)} left out."
         )
+        yield from self._moved()
         yield from self.names.lines() if self.names else (UNKNOWN_NAMES,)
         yield from self.faults
         for proof in self.broken:

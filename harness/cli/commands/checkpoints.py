@@ -157,6 +157,7 @@ def _command(options: AuditOptions, name: str) -> str:
 # --------------------------------------------------------------------------------------------------
 # Command line of `degarble quantise` and `degarble convert`: rewrite a checkpoint.
 
+SCALE_CHOICES = ("exact", "nearest")
 SCALE_RULES = ("amax", "mse", "four-over-six")
 TARGETS = (
     "bf16",
@@ -166,6 +167,9 @@ TARGETS = (
     "awq",
     "gptq",
     "pack-quantized",
+    "compressed-tensors",
+    "modelopt",
+    "finegrained-fp8",
     "deepgemm-wo-a",
     "fused-compressor",
     "vllm",
@@ -209,6 +213,14 @@ class ConvertOptions:
     prove: Annotated[
         bool, typer.Option("--prove", help="Read the output again; compare values and names.")
     ] = False
+    tensor_scales: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(SCALE_CHOICES),
+            help="NVFP4 to compressed-tensors: refuse scales without an exact divisor, or take the"
+            " nearest.",
+        ),
+    ] = "exact"
 
 
 def add_rewriting(app: typer.Typer) -> None:
@@ -270,11 +282,14 @@ def convert(options: ConvertOptions, terminal: Terminal) -> int:
     """
     values.existing("SRC", options.source)
     values.one_of("--to", options.to, TARGETS)
+    values.one_of("--tensor-scales", options.tensor_scales, SCALE_CHOICES)
     # Imports torch, which --help and --version do without.
     from degarble.harness.checkpoint.transform.convert.job import job_for  # noqa: PLC0415
     from degarble.harness.commands import transform as run  # noqa: PLC0415
 
-    job = job_for(options.source, options.to)
+    # Passed on where it says something, so that other conversions refuse it by name.
+    given = {} if options.tensor_scales == "exact" else {"tensor_scales": options.tensor_scales}
+    job = job_for(options.source, options.to, given)
     listen = partial(terminal.work, "convert")
     with job, spread(terminal) as workers:
         done = run.convert(job, options.destination, workers, listen, proving=options.prove)

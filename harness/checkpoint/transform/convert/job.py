@@ -28,6 +28,14 @@ from degarble.harness.checkpoint.transform.configs import (
     stored_formats,
 )
 from degarble.harness.checkpoint.transform.convert.deepgemm_wo_a import to_deepgemm_wo_a
+from degarble.harness.checkpoint.transform.convert.dialect_configs import stated_configs
+from degarble.harness.checkpoint.transform.convert.dialects import (
+    DIALECTS,
+    ChosenModule,
+    chosen_modules,
+    moved_scales,
+    to_dialect,
+)
 from degarble.harness.checkpoint.transform.convert.formats import (
     to_bf16,
     to_fp8_block,
@@ -142,11 +150,17 @@ OF_INTEGERS: Mapping[str, Conversion] = MappingProxyType(
         for name, scheme in SCHEMES.items()
     }
 )
+OF_DIALECTS: Mapping[str, Conversion] = MappingProxyType(
+    {
+        name: Conversion(name, promise, ("tensor_scales",), partial(to_dialect, name))
+        for name, promise in DIALECTS.items()
+    }
+)
 
 
 def conversion_named(name: str) -> Conversion:
     """Return a conversion by name; an unknown name raises with the nearest known ones."""
-    known = {**CONVERSIONS, **OF_INTEGERS}
+    known = {**CONVERSIONS, **OF_INTEGERS, **OF_DIALECTS}
     if name not in known:
         raise UnknownName.among("conversion", name, known)
     return known[name]
@@ -199,6 +213,11 @@ class ConversionJob(Transform):
                 units, key=lambda unit: min((position[name] for name in unit.sources), default=0)
             )
         )
+
+    @cached_property
+    def chosen(self) -> list[ChosenModule]:
+        """The modules of a conversion between dialects."""
+        return chosen_modules(self.checkpoint, self.to)
 
     @cached_property
     def left_out(self) -> Mapping[str, str]:
@@ -364,6 +383,11 @@ def _configs(job: ConversionJob) -> dict[str, bytes]:
                     raw | {"quantization_config": stated_integers(job.checkpoint, job.to)}
                 )
             }
+        if job.to in DIALECTS:
+            forms = {each.linear.module: each.form for each in job.chosen}
+            told = stated_configs(job.checkpoint, job.to, forms)
+            files = {CONFIG: _json(raw | {"quantization_config": told.config})}
+            return files | ({HF_QUANT_CONFIG: _json(told.beside)} if told.beside else {})
         kept = job.checkpoint.quantisation.get(CONFIG)
         return {CONFIG: _json(raw | ({"quantization_config": kept} if kept and job.copied else {}))}
     layout = layout_named("vllm", model) if job.conversion.whole else job.names.layout
@@ -439,7 +463,10 @@ def _require_one_way(job: ConversionJob, formats: Mapping[str, StoredFormat]) ->
 
 
 def _record(job: ConversionJob) -> dict[str, Any]:
-    return {
+    moved = {}
+    if job.to in DIALECTS:
+        moved = {"moved_scales": moved_scales(job.checkpoint, job.to, job.chosen)}
+    return moved | {
         "schema": SCHEMA,
         "to": job.to,
         "promise": job.conversion.promise,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.formats.number_formats import BlockFormat, NumberFormat
-    from degarble.harness.formats.weight import Weight
+    from degarble.harness.formats.weight import Weight, WeightEncoding
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,7 +84,8 @@ def steps_of(record: Weight) -> PanelScales | None:
     if record.tensor_scale is not None:
         factor = record.tensor_scale.double()
         step = step * factor if encoding.direction is ScaleDirection.DECODE else step / factor
-    return PanelScales(step, fmt.block)
+    # One scale may cover whole rows, or the whole matrix.
+    return PanelScales(step, fmt.extents(*encoding.shape[-2:]))
 
 
 def exact_values(record: Weight, memory: Tensor | None = None) -> tuple[Tensor, PanelScales | None]:
@@ -98,13 +100,49 @@ def exact_values(record: Weight, memory: Tensor | None = None) -> tuple[Tensor, 
     codes, encoding = record.codes, record.storage
     assert codes is not None
     assert encoding is not None
+    added = (record.zero_point, record.group_index, record.channel_scale)
+    if any(each is not None for each in added):
+        return _with_zeros_and_factors(record, steps), steps
     if not encoding.format.packed:
         return decoded(codes, encoding.format.element, steps, memory), steps
     values = _placed((codes.shape[0], 2 * codes.shape[1]), memory)
     pairs = pairs_of(encoding.format.element, encoding.nibble_order)
     arrays = (tensor.contiguous().numpy() for tensor in (codes, pairs, steps.scales))
-    _loops().decode_pairs(*arrays, encoding.format.block[1], values.numpy())
+    _loops().decode_pairs(*arrays, steps.block[1], values.numpy())
     return values, steps
+
+
+def _with_zeros_and_factors(record: Weight, steps: PanelScales) -> Tensor:
+    """Return the values of integers with zero points, or of columns with factors, by tables."""
+    codes = _bytes_of(record)
+    shape = tuple(codes.shape)
+    values = table_of(_encoding(record).format.element)[codes.int()]
+
+    def spread(of_groups: Tensor) -> Tensor:
+        if record.group_index is not None:
+            return of_groups[:, record.group_index.long()]
+        return steps._replace(scales=of_groups).full(shape)
+
+    if record.zero_point is not None:
+        values = values - spread(record.zero_point.double())
+    values = values * spread(steps.scales)
+    return values if record.channel_scale is None else values * record.channel_scale.double()
+
+
+def _encoding(record: Weight) -> WeightEncoding:
+    assert record.storage is not None
+    return record.storage
+
+
+def _bytes_of(record: Weight) -> Tensor:
+    """Return one code a byte [R, C]."""
+    codes, encoding = record.codes, _encoding(record)
+    assert codes is not None
+    if not encoding.format.packed:
+        return codes.view(torch.uint8)
+    low, high = codes & 15, codes >> 4
+    pair = (low, high) if encoding.nibble_order is NibbleOrder.LOW_EVEN else (high, low)
+    return torch.stack(pair, -1).reshape(codes.shape[0], -1)
 
 
 def decoded(
@@ -128,28 +166,34 @@ def defined_values(record: Weight) -> tuple[Tensor, Tensor | None]:
     steps = steps_of(record)
     if steps is None:
         return exact_values(record)[0], None
-    codes, encoding = record.codes, record.storage
-    assert codes is not None
-    assert encoding is not None
-    if encoding.format.packed:
-        low, high = codes & 15, codes >> 4
-        pair = (low, high) if encoding.nibble_order is NibbleOrder.LOW_EVEN else (high, low)
-        codes = torch.stack(pair, -1).reshape(codes.shape[0], -1)
+    codes = _bytes_of(record)
     step = steps.full(tuple(codes.shape))
-    return table_of(encoding.format.element)[codes.int()] * step, step
+    return table_of(_encoding(record).format.element)[codes.int()] * step, step
 
 
-def rows_exactly(weight: StoredWeight) -> Iterator[tuple[int, Tensor, PanelScales | None]]:
+def by_reciprocal(record: Weight) -> Weight:
+    """Return a record as engines read it: multiplied by the float32 reciprocal of a divisor."""
+    encoding, scale = record.storage, record.tensor_scale
+    if encoding is None or scale is None or encoding.direction is not ScaleDirection.ENCODE:
+        return record
+    multiplied = replace(encoding, direction=ScaleDirection.DECODE)
+    return replace(record, tensor_scale=scale.reciprocal(), storage=multiplied, _decoded={})
+
+
+def rows_exactly(
+    weight: StoredWeight, reading: Callable[[Weight], Weight] | None = None
+) -> Iterator[tuple[int, Tensor, PanelScales | None]]:
     """Yield (first row, values, steps) by panels of whole blocks; pages are released.
 
     Panels share one buffer: a panel is valid until the next one is requested.
     """
     rows, width = weight.shape
-    unit = weight.format.block[0] if weight.format else 1
+    unit = (weight.format.block[0] or 1) if weight.format else 1
     step = max(1, PANEL // max(width, 1) // unit) * unit
     memory = empty_tensor((max(PANEL, step * width),), torch.float64)
     for begin in range(0, rows, step):
-        yield (begin, *exact_values(weight.rows(begin, min(begin + step, rows)), memory))
+        record = weight.rows(begin, min(begin + step, rows))
+        yield (begin, *exact_values(reading(record) if reading else record, memory))
         for entry in weight.form.parts.values():
             weight.release(entry)
 

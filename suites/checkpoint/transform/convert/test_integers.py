@@ -71,6 +71,20 @@ def test_columns_in_another_order_go_with_their_groups(tmp_path: Path, seed: int
         convert(source, tmp_path / "awq", "awq")
 
 
+def test_decoding_is_proven_with_zero_points_and_factors(tmp_path: Path) -> None:
+    source = _source(tmp_path / "source")
+    convert(source, tmp_path / "plain", "bf16")
+    assert prove(source, tmp_path / "plain").holds
+    tensors = {"a.weight": torch.arange(8 * 128).reshape(8, 128).to(torch.uint8),
+               "a.weight_scale": torch.full((16, 1), 0.1),
+               "a.pre_quant_scale": torch.arange(1.0, 129.0)}  # fmt: skip
+    factors = write(
+        tmp_path / "f", tensors, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}
+    )
+    convert(factors, tmp_path / "decoded", "bf16")
+    assert prove(factors, tmp_path / "decoded").holds
+
+
 def test_what_a_dialect_cannot_hold_is_refused(tmp_path: Path) -> None:
     source = _source(tmp_path / "source")
     with pytest.raises(LayoutMismatch, match="a zero point of 0"):
