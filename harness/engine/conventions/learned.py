@@ -140,9 +140,9 @@ class ConventionEvidence:
         other = self._compared(component, values)
         return other is None or _is_nearer(other, self.fit_of(component, {}), values)
 
-    def distance(self, component: str, values: Values) -> float:
-        """Return how far it is from its twin; a budget is derived only where it has to be."""
-        return (self._compared(component, values) or self.fit_of(component, values)).distance
+    def nearness(self, component: str, own: ConventionFit, values: Values) -> float:
+        """Return what is left of a distance; a budget is derived only where it has to be."""
+        return _nearness(self._compared(component, values) or self.fit_of(component, values), own)
 
     def _compared(self, component: str, values: Values) -> ConventionFit | None:
         key = _key(component, values)
@@ -162,6 +162,15 @@ def _key(component: str, values: Values) -> _Key:
 def _is_nearer(other: ConventionFit, own: ConventionFit, values: Values) -> bool:
     leans = max((REGISTRY[name].leans for name in values if name in REGISTRY), default=LEANS)
     return leans * other.distance < own.distance or leans * other.unlike < own.unlike
+
+
+def _nearness(other: ConventionFit, own: ConventionFit) -> float:
+    """Return which share of a distance, or of the outputs that are not equal, is left.
+
+    Once few outputs differ, a code that steps in one row may be all of the distance.
+    """
+    pairs = ((other.distance, own.distance), (other.unlike, own.unlike))
+    return min((a / b for a, b in pairs if 0 < b < math.inf), default=math.inf)
 
 
 def learn(
@@ -379,9 +388,9 @@ class _Search:
                 ]
                 if not others:
                     break
-                best = min(others, key=partial(evidence.distance, name))
+                best = min(others, key=partial(evidence.nearness, name, near))
                 nearer = evidence.fit_of(name, best)
-                if LEANS * nearer.distance > near.distance:
+                if LEANS * _nearness(nearer, near) > 1:
                     break
                 values, near = best, nearer
             if near.agrees and values:

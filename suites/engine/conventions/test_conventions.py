@@ -26,7 +26,7 @@ from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.engine.localise.replay import TwinComponents
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
-from degarble.references.numerics import HeadNorm, Numerics, Switches
+from degarble.references.numerics import DecodedOperands, HeadNorm, Numerics, Switches
 from degarble.suites.campaigns.healthy_runs import JOINT, healthy, joint, planted
 from degarble.suites.engine import legal_attention
 from degarble.suites.engine.conventions.convention_cases import V4, V32, choices, model
@@ -311,6 +311,29 @@ def test_one_witness_suffices_where_the_run_shows_the_habit_elsewhere() -> None:
         ("operations_stored", 2), ("expert_operations_stored", 1), ("expert_sums_stored", 1)
     ]  # fmt: skip
     assert _three_experts(0, NEAR) == []
+
+
+def test_experts_whose_codes_step_show_their_habits_by_how_few_outputs_differ() -> None:
+    """One code that steps in a row is most of a distance, whichever way the rest was rounded."""
+    names = ("decoded_operands", "expert_operations_stored", "expert_sums_stored")
+    true = dict(zip(names, (DecodedOperands.BOTH, True, True), strict=True))
+    left = {0: (9.0, 0.8), 1: (4.0, 0.6), 2: (1.5, 0.4), 3: (1.3, 0.04)}  # by how many are right
+
+    def fit(name: str, values: Mapping[str, Any]) -> ConventionFit:
+        asked = names[:1] if name.startswith("linear") else names
+        right = 0
+        while right < len(asked) and values.get(asked[right]) == true[asked[right]]:
+            right += 1
+        if name.startswith("linear"):
+            return FITS if right else WRONG
+        return ConventionFit(right == 3, right < 3, *left[right])
+
+    roles = {f"linear{n}": "traced.linear" for n in range(2)}
+    roles |= {f"experts{n}": "traced.experts" for n in range(2)}
+    assumed = {names[0]: DecodedOperands.EXACT, names[1]: False, names[2]: False}
+    evidence = ConventionEvidence(roles, fit, assumed)
+    found = learn([REGISTRY[name] for name in names], evidence)
+    assert {each.name: each.value for each in found} == true
 
 
 @pytest.mark.parametrize(("distance", "learned"), [(0.0, 1), (0.08, 1), (0.1, 0)])
