@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -179,6 +180,9 @@ def _alone(case: Callable[[int], CaseResult], seed: int) -> CaseResult:
 
 def _timed(case: Callable[[int], CaseResult], seed: int) -> CaseResult:
     begin = time.perf_counter()
-    result = case(seed)
+    try:
+        result = case(seed)
+    except Exception:  # noqa: BLE001  the other cases are worth their results
+        result = CaseResult(seed, "stopped", "stopped", traceback.format_exc(limit=-4))
     seconds = time.perf_counter() - begin
     return CaseResult(result.seed, result.kind, result.outcome, result.detail, seconds)

@@ -19,7 +19,7 @@ from degarble.harness.nightly.table import STEPS
 from degarble.suites.campaigns.causes import calibration, random_faults
 from degarble.suites.campaigns.causes.calibration import Claim, learned, mapped
 from degarble.suites.campaigns.causes.random_faults import WANTED, outcome, shares, table
-from degarble.suites.museum.random_faults import answers, nightly
+from degarble.suites.museum.random_faults import answers, edits, nightly
 from degarble.suites.museum.random_faults.answers import CauseAnswer, judged
 from degarble.suites.museum.random_faults.conditions import Condition
 from degarble.suites.museum.random_faults.edits import Edit
@@ -127,6 +127,16 @@ def test_a_cache_of_sequences_of_other_lengths_is_blamed_alone() -> None:
     answer = judged(stage("gemma3_text bf16"), [replace(gain(1.5), component=name)])
     assert [each.placed for each in answer.answers] == [True]
     assert answer.elsewhere == ()
+
+
+@pytest.mark.parametrize("number", [101, 141])  # 1.102 and -1 times the codes
+def test_scaled_codes_of_four_bits_stay_codes(number: int) -> None:
+    """Codes of eight bits wrap as bytes do; narrower ones wrap as well."""
+    (weight,) = stage("v4 nvfp4-full").candidate.weights_of("layers.0.attn.wq_a").values()
+    found = edits._coded(random.Random(number), weight)
+    assert found is not None
+    assert found[0]["op"] == "scaled"
+    assert found[1].shape == weight.shape
 
 
 CONDITIONS = (

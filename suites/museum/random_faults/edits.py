@@ -131,7 +131,7 @@ def _coded(drawn: random.Random, weight: Weight) -> tuple[dict[str, Any], Weight
     if codes.ndim != 2:
         return None
     truth, changed = _changed_codes(drawn, codes, bits=4)
-    packed = pack_nibbles(changed, tensor.nibble_order)
+    packed = pack_nibbles(changed & 0xF, tensor.nibble_order)  # as bytes wrap where codes are wider
     return {"of": kind, **truth}, replace(weight, codes=packed, _decoded={})
 
 
