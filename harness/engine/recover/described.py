@@ -558,6 +558,8 @@ def _struck(context: ComponentContext, call: CallRecord) -> dict[str, Tensor] | 
     beyond = outputs_beyond(context, call, call.outputs)
     if not beyond or any(bad.ndim < 1 for bad, _ in beyond.values()):
         return None
+    if len({len(bad) for bad, _ in beyond.values()}) > 1:
+        return None  # rows of one output are no tokens of another
     rows = torch.stack([bad.reshape(len(bad), -1).any(1) for bad, _ in beyond.values()]).any(0)
     if not bool(rows.any()):
         return None

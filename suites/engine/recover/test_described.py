@@ -16,7 +16,7 @@ from degarble.harness.engine.faults.model_faults import (
     with_outputs,
     with_weights,
 )
-from degarble.harness.engine.recover.described import Described, describe
+from degarble.harness.engine.recover.described import Described, describe, in_some_rows
 from degarble.harness.engine.recover.maps import Sides, maps_of, moved
 from degarble.suites.campaigns.causes.recovered_weights import edited, recovered
 from degarble.suites.engine.diagnosing import Double, double
@@ -263,6 +263,17 @@ def test_a_table_of_places_is_no_rule() -> None:
     assert moved(own.flip(0), "row") == "all rows are reversed"
     shuffled = own[torch.randperm(16, generator=torch.Generator().manual_seed(2))]
     assert moved(shuffled, "row") == ""
+
+
+def test_outputs_of_other_rows_than_each_other_have_no_rows_of_tokens() -> None:
+    """A compressor returns an entry for several tokens, and its state for the next call."""
+    name = "layers.1.attn.compressor.pool"
+    variant = FaultVariant(
+        "doubled", with_outputs(lambda _, made: {n: t * 2 for n, t in made.items()})
+    )
+    records = model().sights(name, variant)
+    assert len({len(tensor) for tensor in records[0].outputs.values()}) > 1
+    assert in_some_rows(model().naming(name), records) is None
 
 
 # ---- where the search for known faults ends ------------------------------------------------------
