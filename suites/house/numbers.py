@@ -95,6 +95,8 @@ def _functions(
     node: ast.AST, prefix: str
 ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):  # holds no function that has a name
+            continue
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield f"{prefix}{child.name}", child
         inside = prefix
