@@ -11,7 +11,7 @@ token's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -125,9 +125,15 @@ class InputQuantiser:
     scale: Tensor | None = None  # stored
     stepwise: torch.dtype | None = None  # in which every step is stored
     decoded: torch.dtype | None = None  # to which numbers are rounded once decoded
+    ranks: int = 1  # each of which quantises its own part of K
 
     def codes(self, x: Tensor) -> dict[str, Tensor]:
-        """Return codes and scales."""
+        """Return codes and scales; of several ranks, a token has one scale on each."""
+        whole = BLOCK_FORMATS[self.format].block[1] == WHOLE
+        if self.ranks > 1 and whole and self.scale is None:
+            alone = replace(self, ranks=1)
+            made = [alone.codes(part) for part in x.chunk(self.ranks, -1)]
+            return {name: torch.cat([each[name] for each in made], -1) for name in made[0]}
         if self.stepwise is None:
             return quantise_activations(x, self.format, self.scale)
         return quantise_activations(cast(x, self.stepwise), self.format, self.scale, stepwise=True)
@@ -165,6 +171,11 @@ def decode_activations(
     """Return the values [..., K] of codes that `quantise_activations` made."""
     form = BLOCK_FORMATS[format_name]
     codes, block_scale, scale = inputs[CODES], inputs[BLOCK_SCALE], inputs.get(TENSOR_SCALE)
+    ranks = block_scale.shape[-1] if form.block[1] == WHOLE else 1
+    if ranks > 1:
+        pairs = zip(codes.chunk(ranks, -1), block_scale.chunk(ranks, -1), strict=True)
+        parts = [{CODES: code, BLOCK_SCALE: own} for code, own in pairs]
+        return torch.cat([decode_activations(part, format_name, dtype) for part in parts], -1)
     per_row = scale is not None and scale.ndim > 0
     if per_row:
         codes, block_scale = codes.unsqueeze(-2), block_scale.unsqueeze(-2)
@@ -319,8 +330,11 @@ class _Elements(NamedTuple):
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor, form: BlockFormat) -> _Elements | None:
         """Return the operand; None if it is another format, or has a scale within 128 of K."""
-        extent = form.block[1] or codes.shape[-1]
-        cut = form.tensor_scale or form.block[1] % STAGE
+        columns = codes.shape[-1]
+        # Of several ranks each has a scale for its part of K.
+        parts = 1 if form.block[0] == WHOLE else scale.shape[-1]
+        extent = form.block[1] or columns // parts
+        cut = form.tensor_scale or form.block[1] % STAGE or (parts > 1 and extent % STAGE)
         if form.element is not E4M3 or codes.ndim != 2 or cut:
             return None
         values = scale if form.scale is FP32 else decode_array(scale, form.scale)

@@ -66,9 +66,12 @@ class Rank:
     team: Team
     number: int
     batch: list[tuple[int, int, int]] = field(default_factory=list)
+    by_expert: bool = True  # experts are whole, each on one rank; else every rank has a part of all
 
-    def part(self, weight: Tensor, dim: int = 0) -> Tensor:
-        return weight.chunk(self.team.count, dim)[self.number].clone()
+    def part(self, weight: Tensor, dim: int = 0, least: int = 1) -> Tensor:
+        """Return a rank's part; of fewer heads than ranks (`least` wide) neighbours have copies."""
+        count = min(self.team.count, weight.shape[dim] // least)
+        return weight.chunk(count, dim)[self.number * count // self.team.count].clone()
 
     def sum(self, x: Tensor) -> Tensor:
         parts = self.team.gather(self.number, x)
@@ -205,8 +208,14 @@ class MoERunner(nn.Module):
 
     def __init__(self, gate: nn.Module, w13: Tensor, w2: Tensor, config: Any, rank: Rank) -> None:
         super().__init__()
-        self.w13, self.w2 = (nn.Parameter(rank.part(w), requires_grad=False) for w in (w13, w2))
-        self._first, self._rank = rank.number * len(self.w13), rank
+        if rank.by_expert:
+            w13, w2 = rank.part(w13), rank.part(w2)
+        else:
+            w13 = torch.cat([rank.part(half, 1) for half in w13.chunk(2, 1)], 1)
+            w2 = rank.part(w2, 2)
+        self.w13, self.w2 = (nn.Parameter(w, requires_grad=False) for w in (w13, w2))
+        self._first = rank.number * len(self.w13) if rank.by_expert else 0
+        self._rank = rank
         self.router = Router(config)
         object.__setattr__(self, "_gate", gate)  # a module of the block, as in vLLM
 
@@ -227,14 +236,17 @@ class MoERunner(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of tokens."""
+    """Rows of some tokens on each rank; of the others a rank returns zeros, and all are summed."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, rank: Rank) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = nn.Parameter(rank.part(weight), requires_grad=False)
+        self.rank = rank
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.weight[tokens]
+        own = tokens - self.rank.number * len(self.weight)
+        held = (own >= 0) & (own < len(self.weight))
+        return self.rank.sum(self.weight[torch.where(held, own, 0)] * held[:, None])
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -245,14 +257,15 @@ class LogitsProcessor(nn.Module):
     """Logits of the last token of each sequence."""
 
     def forward(self, head: Any, states: Tensor) -> Tensor:
-        return product(states, head.weight)
+        parts = head.rank.team.gather(head.rank.number, product(states, head.weight))
+        return torch.cat(parts, -1)
 
 
 class _Attention(nn.Module):
     def __init__(self, weights: Mapping[str, Tensor], config: Any, rank: Rank) -> None:
         super().__init__()
         width = config.head_dim
-        parts = [rank.part(weights[f"{name}_proj.weight"]) for name in "qkv"]
+        parts = [rank.part(weights[f"{name}_proj.weight"], least=width) for name in "qkv"]
         self._sizes = [len(part) for part in parts]
         self.qkv_proj = QKVParallelLinear(torch.cat(parts))
         self.o_proj = RowParallelLinear(weights["o_proj.weight"], rank)
@@ -335,7 +348,7 @@ class _Model(nn.Module):
 
     def __init__(self, weights: Mapping[str, Tensor], config: Any, rank: Rank) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(weights["embed_tokens.weight"])
+        self.embed_tokens = VocabParallelEmbedding(weights["embed_tokens.weight"], rank)
         self.layers = nn.ModuleList(
             _Layer(_under(weights, f"layers.{number}."), config, rank)
             for number in range(config.num_hidden_layers)
@@ -360,7 +373,7 @@ class EngineModel(nn.Module):
         weights = {name: each.detach().clone() for name, each in source.state_dict().items()}
         self.rank = rank
         self.model = _Model(_under(weights, "model."), config, rank)
-        self.lm_head = ParallelLMHead(weights["lm_head.weight"])
+        self.lm_head = ParallelLMHead(weights["lm_head.weight"], rank)
         self.logits_processor = LogitsProcessor()
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Any:
@@ -417,7 +430,10 @@ def generated(
     return texts
 
 
-def engine_models(source: nn.Module, ranks: int = 1) -> list[EngineModel]:
-    """Return the model of each rank."""
+def engine_models(
+    source: nn.Module, ranks: int = 1, *, by_expert: bool = True
+) -> list[EngineModel]:
+    """Return the model of every rank."""
     team = Team(ranks)
-    return [EngineModel(source, Rank(team, number)).eval() for number in range(ranks)]
+    members = [Rank(team, number, by_expert=by_expert) for number in range(ranks)]
+    return [EngineModel(source, rank).eval() for rank in members]

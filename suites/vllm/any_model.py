@@ -2,6 +2,7 @@
 
     python -m degarble.suites.vllm.any_model OUT [--judge PYTHON] [--only RUN] [--attention NAME]
     python -m degarble.suites.vllm.any_model OUT --real FOLDER
+    python -m degarble.suites.vllm.any_model OUT --ranks
 
 Needs vLLM and its GPU; PYTHON is one that has transformers 5, where vLLM's environment has another.
 A run is a process of its own: vLLM loads a checkpoint, an entry point in OUT/plants changes the
@@ -10,7 +11,8 @@ the capture. Healthy runs have to agree, and a fault has to be found in its comp
 OUT/results.json has every verdict. Status 1: a run did not hold.
 
 The models are tiny ones; or, with --real, SmolLM2 of FOLDER in BF16 (suites/real writes it) and in
-the formats that compressed-tensors makes of it, one of them also through vLLM's HTTP server.
+the formats that compressed-tensors makes of it, one of them also through vLLM's HTTP server. With
+--ranks tiny ones are shared by two GPUs, and faults are those of one rank.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -128,6 +130,25 @@ def experts_exchanged(model: nn.Module) -> None:
     weight.copy_(weight[[1, 0, *range(2, len(weight))]])
 
 
+def _rank() -> int:
+    return int(import_module("vllm.distributed").get_tensor_model_parallel_rank())
+
+
+def second_rank_scaled(model: nn.Module) -> None:
+    """Multiply the second rank's part of an output projection."""
+    if _rank() == 1:
+        _parameter(model, "down_proj.weight").mul_(1.25)
+
+
+def second_rank_as_first(model: nn.Module) -> None:
+    """Give the second rank the first one's rows of gate and up."""
+    weight = _parameter(model, "gate_up_proj.weight")
+    gather = import_module("vllm.distributed").tensor_model_parallel_all_gather
+    both = gather(weight[None], 0)
+    if _rank() == 1:
+        weight.copy_(both[0])
+
+
 @dataclass(frozen=True)
 class LoaderRun:
     """One run: a model, what is planted, and the components of layer 1 that are to be blamed."""
@@ -137,6 +158,8 @@ class LoaderRun:
     blamed: tuple[str, ...] = ()
     cause: str = ""  # that every origin names; empty: none is required
     served: bool = False  # captured from vLLM's HTTP server
+    ranks: int = 1
+    by_expert: bool = False  # ranks have whole experts
 
     def holds(self, document: Mapping[str, Any]) -> bool:
         """Return whether `check` said what is true of this run."""
@@ -181,7 +204,22 @@ REAL_RUNS: Mapping[str, LoaderRun] = {
     "real FP8_DYNAMIC scales": LoaderRun("FP8_DYNAMIC", scales_moved, ("self_attn.o_proj",)),
     "real NVFP4A16 served": LoaderRun("NVFP4A16", served=True),
 }
-_ALL = {**RUNS, **REAL_RUNS}
+_PARTED = LoaderRun("llama", ranks=2)
+RANK_RUNS: Mapping[str, LoaderRun] = {
+    "two ranks llama": _PARTED,
+    "two ranks llama FP8_DYNAMIC": replace(_PARTED, model="llama FP8_DYNAMIC"),
+    "two ranks llama NVFP4A16": replace(_PARTED, model="llama NVFP4A16"),
+    "two ranks qwen3_moe": replace(_PARTED, model="qwen3_moe"),
+    "two ranks qwen3_moe by expert": replace(_PARTED, model="qwen3_moe", by_expert=True),
+    "two ranks, one scaled": replace(
+        _PARTED, plant=second_rank_scaled, blamed=("mlp.down_proj",), cause="M21.rank_gain"
+    ),
+    "two ranks, one shard twice": replace(
+        _PARTED, plant=second_rank_as_first, blamed=("mlp.gate_proj", "mlp.up_proj"),
+        cause="M16.rank_part",
+    ),
+}  # fmt: skip
+_ALL = {**RUNS, **REAL_RUNS, **RANK_RUNS}
 
 
 def register() -> None:
@@ -250,7 +288,9 @@ def export(source: Path, name: str, folder: Path) -> None:
         compress_folder(folder, name, FORMATS[name])
 
 
-def capture(checkpoint: Path, out: Path, attention: str | None = None) -> None:
+def capture(
+    checkpoint: Path, out: Path, attention: str | None = None, run: LoaderRun | None = None
+) -> None:
     """Run the prompts through vLLM in this process, and capture every request.
 
     `attention` is one of vLLM's backends; None is its own choice.
@@ -258,7 +298,9 @@ def capture(checkpoint: Path, out: Path, attention: str | None = None) -> None:
     from degarble.harness.capture.capture import CaptureSettings  # noqa: PLC0415
 
     engine = vllm_capture._engine()
-    asked = {} if attention is None else {"attention_backend": attention}
+    asked: dict[str, Any] = {} if attention is None else {"attention_backend": attention}
+    if run is not None and run.ranks > 1:
+        asked |= {"tensor_parallel_size": run.ranks, "enable_expert_parallel": run.by_expert}
     make = partial(
         engine, dtype="bfloat16", max_model_len=512, gpu_memory_utilization=MEMORY, **asked
     )
@@ -326,6 +368,7 @@ def _run(name: str, out: Path, judge: str, attention: Sequence[str] = ()) -> dic
     }  # fmt: skip
     if not run.served:  # the model then runs in the process that captures
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # of ranks: torch runs already
     places = [str(out / run.model), str(place)]
     way = "--serve" if run.served else "--capture"
     command = [sys.executable, "-m", _SELF, *attention, way, *places]
@@ -342,11 +385,12 @@ def prove(
     only: Sequence[str] = (),
     attention: Sequence[str] = (),
     real: Path | None = None,
+    runs: Mapping[str, LoaderRun] = RUNS,
 ) -> int:
     """Run everything, on the tiny models or on the real one; return 1 if anything did not hold."""
     out.mkdir(parents=True, exist_ok=True)
     entry_point(out / "plants")
-    runs = RUNS if real is None else REAL_RUNS
+    runs = runs if real is None else REAL_RUNS
     chosen = [name for name in runs if not only or name in only]
     for model in dict.fromkeys(runs[name].model for name in chosen):
         if (out / model).exists():
@@ -378,6 +422,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="RUN", action="append", choices=_ALL, default=[])
     parser.add_argument("--attention", metavar="NAME", help="backend of vLLM, as TRITON_ATTN")
     parser.add_argument("--real", metavar="FOLDER", type=Path, help="SmolLM2 in BF16")
+    parser.add_argument("--ranks", action="store_true", help="runs on two GPUs")
     parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--capture", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
@@ -387,11 +432,14 @@ def main() -> int:
         return 0
     if asked.capture or asked.serve:
         checkpoint, folder = map(Path, asked.capture or asked.serve)
-        way = capture if asked.capture else capture_served
-        way(checkpoint, folder, asked.attention)
+        if asked.serve:
+            capture_served(checkpoint, folder, asked.attention)
+        else:
+            capture(checkpoint, folder, asked.attention, _ALL.get(os.environ.get(VARIABLE, "")))
         return 0
     attention = ("--attention", asked.attention) if asked.attention else ()
-    return prove(asked.out.resolve(), asked.judge, asked.only, attention, asked.real)
+    runs = RANK_RUNS if asked.ranks else RUNS
+    return prove(asked.out.resolve(), asked.judge, asked.only, attention, asked.real, runs)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from degarble.suites.capture.engine.engine_runs import engine_capture
 from degarble.suites.commands.calls import call
 from degarble.suites.vllm import any_model
-from degarble.suites.vllm.any_model import MODELS, RUNS
+from degarble.suites.vllm.any_model import MODELS, RANK_RUNS, RUNS
 from degarble.suites.vllm.imitated_vllm import install
 
 if TYPE_CHECKING:
@@ -64,6 +64,49 @@ def test_a_run_of_the_stand_in_holds(
     # What is true of one run is not true of another.
     others = [each for each in RUNS.values() if each.holds(document)]
     assert {each.blamed for each in others} == {run.blamed}
+
+
+class _Distributed(ModuleType):
+    """What plants of one rank ask of vLLM, where ranks are built one after the other."""
+
+    rank = 0
+    first: torch.Tensor | None = None
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.rank
+
+    def tensor_model_parallel_all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.rank == 0:
+            self.first = part.clone()
+        assert self.first is not None
+        return torch.cat([self.first, part], dim)
+
+
+@_TRANSFORMERS
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, run in RANK_RUNS.items() if run.model in MODELS])
+def test_a_run_on_two_ranks_holds(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: dict[str, tuple[Path, nn.Module]],
+    name: str,
+) -> None:
+    run = RANK_RUNS[name]
+    checkpoint, source = written[run.model]
+    (tmp_path / "ckpt").symlink_to(checkpoint)
+    distributed = _Distributed("vllm.distributed")
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
+
+    def plant(rank: int, model: nn.Module) -> None:
+        distributed.rank = rank
+        if run.plant is not None:
+            run.plant(model)
+
+    capture, _ = engine_capture(source, tmp_path, run.ranks, plant, by_expert=run.by_expert)
+    document = call(capsys, *any_model.check_words(capture, checkpoint)).document
+    assert run.holds(document), document["origins"]
 
 
 @_TRANSFORMERS

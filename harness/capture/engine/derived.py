@@ -317,7 +317,11 @@ class _Derived:
         source = norm.inputs["x"]
         maker = self._graph.makers.get(source.number, ("", ""))[0]
         added = next((c for c in self._graph.components if c.name == maker), None)
-        heads = self._slots(_argument(module.path), [source], parted=self._by_heads(norm))
+        # Trap: of fewer key heads than ranks each rank has a whole one, as another rank has it.
+        least = self._graph.trace.tensors[norm.outputs["out"].number].shape[-1]
+        heads = self._slots(
+            _argument(module.path), [source], parted=self._by_heads(norm), least=least
+        )
         plain, out = heads[0], replace(_result(module.path), share=heads[0].share)
         if added is not None and added.kind is StretchKind.RESIDUAL and len(added.inputs) == 2:
             branch = replace(_argument(module.path), paired=True)

@@ -2,8 +2,9 @@
 
 All ranks have the same steps and calls. A shard lies along one dimension in the order of ranks,
 slot by slot where the engine fused several; its padding is cut off. Terms are summed in float64 and
-stored as float32, so joining adds no rounding of its own to a rank's. Of a replicated tensor the
-first rank's copy is kept; a rank whose bytes differ is recorded by site and rank, as a finding.
+stored as float32, so joining adds no rounding of its own to a rank's. Of a replicated tensor, and
+of a part that several ranks have, the first copy is kept; a rank whose bytes differ is recorded by
+site and rank, as a finding.
 """
 
 from __future__ import annotations
@@ -95,13 +96,13 @@ class _Joiner:
         self, site: str, seen: TensorLocation, kept: Sequence[CapturedTensor | None]
     ) -> PendingTensor:
         here = [each for each in kept if each is not None]
-        if seen.share.held is ShareKind.WHOLE:
-            for rank, captured_tensor in enumerate(here):
-                if (captured_tensor.sha256, captured_tensor.shape) != (
-                    here[0].sha256,
-                    here[0].shape,
-                ):
-                    self._apart.setdefault(f"{site}: rank {rank} is not as rank 0")
+        whole = seen.share.held is ShareKind.WHOLE
+        copies = len(here) if whole else seen.share.copies
+        for rank, tensor_here in enumerate(here):
+            first = rank - rank % copies
+            if (tensor_here.sha256, tensor_here.shape) != (here[first].sha256, here[first].shape):
+                self._apart.setdefault(f"{site}: rank {rank} is not as rank {first}")
+        if whole:
             tensor = self._ranks[0].tensor(here[0])
         else:
             tensors = [

@@ -69,7 +69,8 @@ def _under(form: BlockFormat, value: Tensor, given: Mapping[str, Tensor]) -> dic
     if TENSOR_SCALE in given:
         tensor = given[TENSOR_SCALE].double()
         scale = scale * (tensor.unsqueeze(-1) if tensor.ndim else tensor)
-    blocks = value.unflatten(-1, (-1, form.block[1] or value.shape[-1]))
+    # A token has one scale, or one on each of several ranks.
+    blocks = value.unflatten(-1, (-1, form.block[1] or value.shape[-1] // scale.shape[-1]))
     quotient = torch.where(scale.unsqueeze(-1) > 0, blocks / scale.unsqueeze(-1), 0.0).flatten(-2)
     codes = encode_array(quotient, form.element)
     return {**given, CODES: pack_nibbles(codes) if form.packed else codes}

@@ -314,9 +314,8 @@ def _computed(call: JudgeableCall, facts: TracedFacts, roundings: Roundings) -> 
     return {name: joined(part[name] for part in parts) for name in parts[0]}
 
 
-def _is_summed_over_ranks(call: JudgeableCall) -> bool:
+def is_summed_over_ranks(facts: TracedFacts) -> bool:
     """Return whether ranks split a linear along its input: what attention or a gate returns."""
-    facts: TracedFacts = call.known_facts
     number = facts.traced.inputs["x"].number
     edge = facts.graph.edges.get(number)
     maker, _ = facts.graph.makers.get(edge.sources[0].number if edge else number, ("", ""))
@@ -339,7 +338,7 @@ def linear(call: JudgeableCall) -> dict[str, Budget]:
             yield weight_rows(weight, part, torch.float32, numerics)
 
     budget = summed(product_operand(x), MatrixParts(weight.shape, parts), output_format(out))
-    if call.ranks > 1 and _is_summed_over_ranks(call):
+    if call.ranks > 1 and is_summed_over_ranks(call.known_facts):
         used = weight_values(weight, torch.float32, numerics)
         budget = over_ranks(replace(budget, slack=budget.slack.reshape(len(x), -1)), x, used,
                             call.ranks, on_the_way=True)  # fmt: skip

@@ -94,6 +94,7 @@ from degarble.harness.engine.faults.traced.components import TRACED_COMPONENT_FA
 from degarble.harness.engine.faults.traced.inputs import TRACED_INPUT_FAULTS
 from degarble.harness.engine.faults.traced.operations import TRACED_OPERATION_FAULTS
 from degarble.harness.engine.faults.traced.products import TRACED_PRODUCT_FAULTS
+from degarble.harness.engine.faults.traced.ranks import TRACED_RANK_FAULTS
 from degarble.harness.engine.faults.traced.weights import TRACED_WEIGHT_FAULTS
 from degarble.harness.report.number_text import number
 
@@ -203,6 +204,7 @@ KIND_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
     {
         fault.id: fault
         for family in (
+            TRACED_RANK_FAULTS,
             TRACED_WEIGHT_FAULTS,
             TRACED_COMPONENT_FAULTS,
             TRACED_INPUT_FAULTS,

@@ -8,7 +8,7 @@ first, as a fused kernel would. A call that cannot be replayed is UNDECIDED, wit
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,11 @@ from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.budget.bounded_values import exactly
 from degarble.harness.engine.budget.quantised_inputs import quantised_bound
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
+from degarble.harness.engine.budget.traced import is_summed_over_ranks
 from degarble.harness.model.components import components
 from degarble.references.binding import bind
 from degarble.references.linears import X_LOOSE, X, quantise_activations
+from degarble.references.traced.family import TracedFacts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -271,6 +273,12 @@ def _takes(component: Component, name: str) -> bool:
     return name == "x" or any(each.name == name for each in component.inputs)
 
 
+def _is_divided(known: TwinComponents, component: Component) -> bool:
+    """Return whether each rank quantises its own part of what a linear is given."""
+    facts = known.twin.bound_to(component.name)[1]
+    return isinstance(facts, TracedFacts) and is_summed_over_ranks(facts)
+
+
 def quantised(known: TwinComponents, component: Component, inputs: Tensors) -> dict[str, Tensor]:
     """Quantise plain values to the inputs of a quantised linear."""
     maker, rest = maker_of(component), {n: tensor for n, tensor in inputs.items() if n != "x"}
@@ -281,6 +289,9 @@ def quantised(known: TwinComponents, component: Component, inputs: Tensors) -> d
         operand = known.twin.bound_to(maker)[1].quantised_operand(inputs[X], weights)
         if operand is not None:
             x, quantiser = operand
+            if known.twin.ranks > 1 and _is_divided(known, component):
+                quantiser = replace(quantiser, ranks=known.twin.ranks)
+                made = {**made, **quantiser.codes(x)}
             # A fault of the quantisation starts from the numbers.
             made = {**made, X_LOOSE: quantised_bound(quantiser, exactly(x)), X: inputs[X]}
         return {**made, **rest}

@@ -23,9 +23,11 @@ def engine_capture(
     folder: Path,
     ranks: int = 1,
     plant: Callable[[int, Any], object] | None = None,
+    *,
+    by_expert: bool = True,
 ) -> tuple[Path, list[str]]:
     """Capture two requests of the model in `folder / "ckpt"`; return the capture of all ranks."""
-    models = engine_models(source, ranks)
+    models = engine_models(source, ranks, by_expert=by_expert)
     raw = json.loads((folder / "ckpt" / "config.json").read_text())
     captures = []
     for number, model in enumerate(models):

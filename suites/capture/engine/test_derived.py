@@ -19,12 +19,14 @@ from degarble.references.numerics import Numerics
 from degarble.references.traced.family import TracedModel
 from degarble.suites.capture.engine.engine_runs import engine_capture
 from degarble.suites.capture.imports import dumps
+from degarble.suites.commands.calls import call
 from degarble.suites.references.traced.traced_models import (
     built,
     config_of,
     weights_of,
 )
 from degarble.suites.support.engine_stand_in import engine_models
+from degarble.suites.support.rank_faults import fp8_by_token, shard_of_rank_0
 from degarble.suites.support.thinned import thinned
 
 if TYPE_CHECKING:
@@ -35,11 +37,16 @@ pytestmark = pytest.mark.needs("transformers")
 
 
 def _judged(
-    name: str, folder: Path, ranks: int, plant: Callable[[int, Any], object] | None = None
+    name: str,
+    folder: Path,
+    ranks: int,
+    plant: Callable[[int, Any], object] | None = None,
+    *,
+    by_expert: bool = True,
 ) -> Any:
     """Capture two requests of an engine on its ranks, join, and judge."""
     source = dumps.checkpoint(name, folder / "ckpt")
-    out, apart = engine_capture(source, folder, ranks, plant)
+    out, apart = engine_capture(source, folder, ranks, plant, by_expert=by_expert)
     joined = Capture.open(out)
     config: Any = recorded_config(joined.facts)
     exact = torch.float64
@@ -59,6 +66,33 @@ def test_a_healthy_engine_agrees(tmp_path: Path, name: str, ranks: int) -> None:
     # Every linear, norm and sum by itself, attention with its cache, rotations with their angles.
     assert {"layers.1.self_attn.attention", "layers.1.self_attn.rotation", "lm_head"} <= judged
     assert not {each for each in judged if each.endswith(".span")}
+
+
+_RANKS = [
+    pytest.param("llama", 4, True, marks=pytest.mark.slow),
+    # Every rank has a part of every expert.
+    pytest.param("qwen3_moe", 2, False, marks=pytest.mark.slow),
+    ("qwen3_moe", 4, True),  # two key heads, normed by heads, on four ranks
+    pytest.param("qwen3_moe", 4, False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "by_expert"), _RANKS)
+def test_several_ranks_agree(tmp_path: Path, name: str, ranks: int, by_expert: bool) -> None:
+    found, apart = _judged(name, tmp_path, ranks, by_expert=by_expert)
+    assert found.verdict == "AGREES", [origin.component for origin in found.origins]
+    assert not apart
+
+
+@pytest.mark.slow
+def test_copies_of_a_key_head_are_compared(tmp_path: Path) -> None:
+    def plant(rank: int, model: Any) -> None:
+        if rank == 1:  # it shares a key head with rank 0
+            weight = model.layers[1].self_attn.qkv_proj.weight.data
+            weight[-32:-16] *= 2
+
+    _, apart = _judged("llama", tmp_path, 4, plant)
+    assert "layers.1.self_attn.k_proj.out: rank 1 is not as rank 0" in apart
 
 
 def _swapped(path: str) -> Callable[[int, Any], None]:
@@ -109,6 +143,60 @@ def test_a_fault_of_the_loader_is_placed(tmp_path: Path, plant: str) -> None:
     name, ranks, change, blamed = _PLANTS[plant]
     found, _ = _judged(name, tmp_path, ranks, change)
     assert {origin.component for origin in found.origins} == blamed
+
+
+_NAMED = {
+    "columns": ("llama", 2, "mlp.down_proj", "weight", True, {"mlp.down_proj"}),
+    "rows": ("llama", 2, "mlp.gate_up_proj", "weight", True, {"mlp.gate_proj", "mlp.up_proj"}),
+    "heads": ("llama", 4, "self_attn.qkv_proj", "weight", True, {"self_attn.q_proj"}),
+    "experts": ("qwen3_moe", 2, "mlp.experts", "w2", True, {"mlp.experts"}),
+    "outputs of experts": ("qwen3_moe", 2, "mlp.experts", "w13", False, {"mlp.experts"}),
+    "inputs of experts": ("qwen3_moe", 2, "mlp.experts", "w2", False, {"mlp.experts"}),
+}
+
+
+@pytest.mark.parametrize("case", thinned(_NAMED, 6))
+def test_a_rank_with_the_shard_of_another_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
+) -> None:
+    name, ranks, path, tensor, by_expert, blamed = _NAMED[case]
+    source = dumps.checkpoint(name, tmp_path / "ckpt")
+    plant = shard_of_rank_0(path, tensor)
+    out, _ = engine_capture(source, tmp_path, ranks, plant, by_expert=by_expert)
+    origins = _origins(capsys, out, tmp_path / "ckpt")
+    assert {each["component"] for each in origins} == blamed
+    assert {each["fault"] for each in origins} == {"M16.rank_part"}
+    for each in origins:
+        assert (each["where"]["rank"], each["where"]["holds"]) == (1, 0)
+
+
+def _origins(capsys: pytest.CaptureFixture[str], out: Path, checkpoint: Path) -> Any:
+    line = ("check", out, "--checkpoint", checkpoint, "--reference", checkpoint, "--json")
+    return call(capsys, *line).document["origins"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_quantise_their_own_part_of_a_token(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, ranks: int
+) -> None:
+    """FP8 by token: a linear that is split along K has a scale for each token on each rank."""
+    source = dumps.checkpoint("llama", tmp_path / "ckpt")
+    quantise = fp8_by_token(source, tmp_path / "ckpt")
+    out, _ = engine_capture(source, tmp_path, ranks, quantise)
+    assert not _origins(capsys, out, tmp_path / "ckpt")
+
+    def plant(rank: int, model: Any) -> None:
+        quantise(rank, model)
+        if rank == 1:
+            model.layers[1].mlp.down_proj.weight.data *= 1.25
+
+    (tmp_path / "sick").mkdir()
+    (tmp_path / "sick" / "ckpt").symlink_to(tmp_path / "ckpt")
+    out, _ = engine_capture(source, tmp_path / "sick", ranks, plant)
+    (origin,) = _origins(capsys, out, tmp_path / "ckpt")
+    assert (origin["component"], origin["fault"]) == ("mlp.down_proj", "M21.rank_gain")
+    assert origin["where"] == {"rank": 1, "ranks": ranks, "gain": 1.25}
 
 
 def test_a_tree_survives_json() -> None:
