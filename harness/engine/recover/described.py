@@ -946,6 +946,8 @@ def _sides(context: ComponentContext, record: CallRecord) -> Iterator[Sides]:
         budgets = {}
     for name, right in record.expected.items():
         seen, budget = record.outputs.get(name), budgets.get(name)
+        if not right.numel():
+            continue  # tokens that fill no entry
         if seen is not None and seen.shape == right.shape and _is_coded(right):
             one, other = as_matrix(seen), as_matrix(right)
             yield Sides(name, one, other, torch.zeros_like(other), 0.0)

@@ -276,6 +276,18 @@ def test_outputs_of_other_rows_than_each_other_have_no_rows_of_tokens() -> None:
     assert in_some_rows(model().naming(name), records) is None
 
 
+def test_a_call_that_puts_out_no_entry_has_nothing_to_describe() -> None:
+    """Tokens that fill no block of a compressor leave its first output without rows."""
+    name = "layers.2.attn.compressor.pool"
+    noise = torch.Generator().manual_seed(5)
+    _, empty = model().sights(name, None)
+    assert not len(empty.expected["out"])
+    state = empty.outputs["state_gate"]
+    wrong = state + torch.randn(state.shape, generator=noise).to(state.dtype)
+    record = replace(empty, outputs={**empty.outputs, "state_gate": wrong})
+    assert describe(model().naming(name), [record]) is None
+
+
 # ---- where the search for known faults ends ------------------------------------------------------
 
 
