@@ -950,7 +950,10 @@ def _sides(context: ComponentContext, record: CallRecord) -> Iterator[Sides]:
             continue  # tokens that fill no entry
         if seen is not None and seen.shape == right.shape and _is_coded(right):
             one, other = as_matrix(seen), as_matrix(right)
-            yield Sides(name, one, other, torch.zeros_like(other), 0.0)
+            allowed = torch.zeros_like(other)
+            if name in record.held:
+                allowed[as_matrix(record.held[name]) == 0] = torch.inf
+            yield Sides(name, one, other, allowed, 0.0)
         if seen is None or not is_comparable(seen, right):
             continue
         if budget is None:  # scales that are handed on

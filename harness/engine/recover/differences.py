@@ -90,7 +90,8 @@ def rules_of(sides: Sides, *, rows: bool = False) -> Iterator[RecoveredRule]:
     for change in (*_of_numbers(sides, wrong), *_of_places(sides, wrong, rows=rows)):
         made = change.apply(sides.right)
         given = sides.equal(sides.seen, made, sides.allowed)
-        part = _part(wrong, given, known, rows=rows)
+        acts = None if sides.loose else wrong.any(0) | (made != sides.right).any(0)
+        part = _part(wrong, given, (known, acts), rows=rows)
         if part is not None:
             yield change.rule(*part)
 
@@ -112,13 +113,19 @@ def _words(change: NumberChange, rows: Lines, columns: Lines) -> str:
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-def _part(wrong: Tensor, given: Tensor, known: Tensor, *, rows: bool) -> tuple[Lines, Lines] | None:
-    """Return the simplest part that holds all wrong numbers and, as good as only, given ones."""
+def _part(
+    wrong: Tensor, given: Tensor, known: tuple[Tensor, Tensor | None], *, rows: bool
+) -> tuple[Lines, Lines] | None:
+    """Return the simplest part that holds all wrong numbers and, as good as only, given ones.
+
+    `known` are rows of which something is known, and columns in which the change would show.
+    """
     if _many(wrong & ~given, wrong):
         return None
     wrong = wrong & given
-    of_rows = parts_of(wrong.any(1), "row", known) if rows else _of_tokens(wrong.any(1))
-    tried = list(product(enumerate(of_rows), enumerate(parts_of(wrong.any(0), "column"))))
+    of_rows = parts_of(wrong.any(1), "row", known[0]) if rows else _of_tokens(wrong.any(1))
+    of_columns = parts_of(wrong.any(0), "column", known[1])
+    tried = list(product(enumerate(of_rows), enumerate(of_columns)))
     tried.sort(key=lambda pair: pair[0][0] + pair[1][0])
     high, wide = wrong.shape
     for (_, some), (_, columns) in tried:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.engine.recover.differences import rules_of
+from degarble.harness.engine.recover.differences import by_value, rules_of
 from degarble.harness.engine.recover.maps import Sides
 from degarble.harness.engine.recover.matrices import recovered_matrix
 from degarble.harness.engine.recover.products import ProductView
@@ -127,3 +127,17 @@ def in_rows(part: slice, right: Tensor) -> Tensor:
     made = right.clone()
     made[part] *= 0.5
     return made
+
+
+def test_columns_without_the_numbers_end_no_part() -> None:
+    """Choices that are exchanged in half of the columns, of which the first has none of them."""
+    right = torch.randint(10, 60, (24, 12), generator=torch.Generator().manual_seed(4)).double()
+    right[::3, 1:] = 53
+    right[1::3, 1:] = 54
+    seen = right.clone()
+    seen[:, :6] = by_value({53.0: 54.0, 54.0: 53.0}, right[:, :6])
+    right[:, 0], seen[:, 0] = 7.0, 7.0
+    assert not list(rules_of(Sides("out", seen, right, torch.zeros_like(right), 0.0)))
+    right[0, 0], seen[0, 0] = 54.0, 53.0
+    (rule,) = rules_of(Sides("out", seen, right, torch.zeros_like(right), 0.0))
+    assert "columns 0 to 5" in rule.words
