@@ -90,10 +90,37 @@ def _forget_lost_server() -> None:
     try:
         os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # noqa: SLF001  as above
     except ChildProcessError:
-        with suppress(OSError):
-            os.close(server._forkserver_alive_fd)  # noqa: SLF001  as above
-        server._forkserver_address = server._forkserver_alive_fd = None  # noqa: SLF001  as above
-        server._forkserver_pid = None  # noqa: SLF001  as above
+        _forget_server(server)
+
+
+def _forget_server(server: Any) -> None:
+    """Have the library start another fork server; this one ends with its workers."""
+    with suppress(OSError):
+        os.close(server._forkserver_alive_fd)  # noqa: SLF001  there is no public way
+    server._forkserver_address = server._forkserver_alive_fd = None  # noqa: SLF001  as above
+    server._forkserver_pid = None  # noqa: SLF001  as above
+
+
+def begin_imports(imported: Sequence[str]) -> None:
+    """Start the process that forks workers, which imports these modules while the caller goes on.
+
+    Ctrl-C in a terminal reaches it as well: it would print a traceback amid its imports, so it and
+    its workers never see the signal.
+    """
+    get_context("forkserver").set_forkserver_preload(list(imported))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited
+    try:
+        _forget_lost_server()
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def end_server_without(imported: Sequence[str]) -> None:
+    """Forget a fork server that has not imported these: the next worker starts another one."""
+    server: Any = forkserver._forkserver  # noqa: SLF001  there is no public way
+    if server._forkserver_pid is not None and not set(imported) <= set(server._preload_modules):  # noqa: SLF001  as above
+        _forget_server(server)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -106,6 +133,7 @@ def _forget_lost_server() -> None:
 # may have `places`, such as GPUs: `work` is called with the worker's place, then the task. Whoever
 # takes over for a dead worker gets the next place.
 
+CHECK_IMPORTS = "degarble.harness.commands.check.worker_imports"  # of workers of `check`
 _STARTS = 3  # of a worker, where the process that forks it has ended
 _IMPORTED = "degarble.harness.checkpoint.transform.convert.worker_imports"
 

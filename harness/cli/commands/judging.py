@@ -333,6 +333,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     The same command again finishes what was interrupted.
     """
     _require_usable(options, terminal)
+    _begin_workers(options, terminal)
     with importing():  # torch, which --help and --version do without
         from degarble.harness.commands.check import check as run  # noqa: PLC0415
         from degarble.harness.commands.check.report import (  # noqa: PLC0415
@@ -396,6 +397,16 @@ def _require_usable(options: CheckOptions, terminal: Terminal) -> None:
         )  # fmt: skip
     if options.report is not None:
         require_folder("--report", options.report)
+
+
+def _begin_workers(options: CheckOptions, terminal: Terminal) -> None:
+    """Have the process that forks workers import torch while this one does."""
+    workers = options.workers or requested_processes() or 1
+    several = workers > 1 or "," in options.device or options.device.endswith(":all")
+    if several and terminal.cluster is None:
+        from degarble.harness.checkpoint.write.workers import CHECK_IMPORTS, begin_imports  # noqa: PLC0415  as above
+
+        begin_imports([CHECK_IMPORTS])
 
 
 def _spread(

@@ -20,7 +20,7 @@ import torch
 from degarble.harness.base.errors import UnreadableFile, WorkerLost
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.checkpoint.write.finished_parts import FinishedParts
-from degarble.harness.checkpoint.write.workers import Pool
+from degarble.harness.checkpoint.write.workers import CHECK_IMPORTS, Pool, end_server_without
 from degarble.harness.commands.check.check import CheckRun
 from degarble.harness.commands.check.output_statistics import StatisticsCollector
 from degarble.harness.engine.localise.answers import TaskAnswer
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.answers import JudgingTask
 
 AGAIN = 2  # times that a component runs again whose worker died
-_IMPORTED = "degarble.harness.commands.check.worker_imports"
 _HEAVY = ("transformers.models.", "degarble.harness.inference.traced", "degarble.references.traced")
 
 
@@ -110,7 +109,8 @@ class SpreadCheck:
             yield from workers.run_each(self._work, ordered, _text, AGAIN)
             return
         if self._pool is None:
-            imported = [_IMPORTED, *(name for name in sys.modules if name.startswith(_HEAVY))]
+            imported = [CHECK_IMPORTS, *(name for name in sys.modules if name.startswith(_HEAVY))]
+            end_server_without(imported)  # the command began one before it knew the model
             pool = Pool(self._work, workers, self._settings.devices, imported)
             self._pool = self._stack.enter_context(pool)
         yield from self._pool.run_each(ordered, _text, AGAIN)

@@ -179,8 +179,16 @@ while True:
     except ProcessLookupError:
         break
 print("reaped", done(), flush=True)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+server = multiprocessing.forkserver._forkserver
+before = server._forkserver_pid
+workers.begin_imports(["json"])
+workers.end_server_without(["json"])
+print("kept", server._forkserver_pid == before, done(), flush=True)
+workers.end_server_without(["json", "csv"])
+print("another", server._forkserver_pid is None, done(), server._forkserver_pid != before)
 """
-_SAID = "main True\nforked True\ndaemon True\nreaped True\n"
+_SAID = "main True\nforked True\ndaemon True\nreaped True\nkept True True\nanother True True True\n"
 
 
 def test_a_script_without_a_guard_has_workers(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from degarble.harness.base.errors import MissingDevice, WorkerLost
 from degarble.harness.capture.capture import CaptureSettings
 from degarble.harness.capture.options import CaptureFilter
-from degarble.harness.checkpoint.write import finished_parts
+from degarble.harness.checkpoint.write import finished_parts, workers
 from degarble.harness.checkpoint.write.disk import DISK
 from degarble.harness.commands.check import spread
 from degarble.harness.commands.check.check import CheckRun, CheckSettings
@@ -73,6 +73,19 @@ def test_one_process_or_two_on_gpus_of_their_own_or_a_cluster_say_the_same(
     monkeypatch.setattr(devices, "gpus", lambda: ("cpu:0", "cpu:1"))
     assert check("--device", "cuda:all").status == 1  # two processes
     assert document(tmp_path) == alone
+
+
+def test_workers_import_while_the_command_does(
+    check: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[list[str]] = []
+    monkeypatch.setattr(workers, "begin_imports", begun.append)
+    monkeypatch.setattr(spread.SpreadCheck, "each", lambda *_: iter(()))
+    for options in (("--workers", "1"), (), ("--workers", "2")):
+        assert not begun
+        with suppress(Exception):  # nothing is judged
+            check(*options)
+    assert begun == [[workers.CHECK_IMPORTS]]
 
 
 def test_a_killed_check_goes_on_and_says_the_same(
