@@ -30,6 +30,7 @@ from degarble.harness.report.files import require_folder
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+PROGRAM = b"\x7fELF"  # the first bytes of a program or library
 PART = 40 << 20  # bytes, at most
 LEFT_OUT = (
     "vllm/vllm_flash_attn/*.so", "vllm/vllm-rs", "vllm/_qutlass_C*", "vllm/benchmarks/*",
@@ -149,6 +150,8 @@ def write_parts(files: Iterable[tuple[str, bytes]], to: Path, part: int = PART) 
         for name, data in files:
             info = tarfile.TarInfo(name)
             info.size = len(data)
+            # Some wheels start programs of their own; a wheel's modes are not read.
+            info.mode = 0o755 if data.startswith(PROGRAM) else 0o644
             archive.addfile(info, BytesIO(data))
     data, made = whole.getvalue(), []
     to.mkdir(parents=True)

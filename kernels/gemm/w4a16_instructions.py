@@ -109,6 +109,12 @@ def global_byte(address: Any) -> Any:
     return emit(text, [Uint32], address)
 
 
+def global_half(address: Any) -> Any:
+    """Read two bytes of global memory."""
+    text = "{ .reg .u16 half; ld.global.u16 half, [{$r0}]; cvt.u32.u16 {$w0}, half; }"
+    return emit(text, [Uint32], address)
+
+
 def chosen_bytes(low: Any, high: Any, selector: Any) -> Any:
     """Return the bytes of two words that a selector names (prmt)."""
     return emit("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], low, high, selector)
@@ -136,10 +142,32 @@ def shared_number(address: Any, rank: int, ranks: int) -> Any:
     return emit(text, [Float32], address, Uint32(rank))
 
 
+def shared_numbers(address: Any, rank: int, ranks: int) -> list[Any]:
+    """Read four float32 from the shared memory of a thread block of the cluster."""
+    four = "{{$w0}, {$w1}, {$w2}, {$w3}}"
+    if ranks == 1:
+        return list(emit(f"ld.shared.v4.f32 {four}, [{{$r0}}];", [Float32] * 4, address))
+    text = f"""{{
+    .reg .b32 there; mapa.shared::cluster.u32 there, {{$r0}}, {{$r1}};
+    ld.shared::cluster.v4.f32 {four}, [there];
+    }}"""
+    return list(emit(text, [Float32] * 4, address, Uint32(rank)))
+
+
 def store_rounded(address: Any, number: Any) -> None:
     """Write a float32 as BF16, rounded to nearest even."""
     text = "{ .reg .b16 code; cvt.rn.bf16.f32 code, {$r1}; st.global.b16 [{$r0}], code; }"
     emit(text, [], address, number)
+
+
+def store_four_rounded(address: Any, numbers: list[Any]) -> None:
+    """Write four float32 as BF16, rounded to nearest even, to an address of 8 bytes."""
+    text = """{
+    .reg .b32 low, high;
+    cvt.rn.bf16x2.f32 low, {$r2}, {$r1}; cvt.rn.bf16x2.f32 high, {$r4}, {$r3};
+    st.global.v2.b32 [{$r0}], {low, high};
+    }"""
+    emit(text, [], address, *numbers)
 
 
 def block_scales(word: Any, native: bool) -> list[Any]:

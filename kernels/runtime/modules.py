@@ -43,6 +43,7 @@ _ROOMS = {
         "sm90_gemm_grouped_fp8",
         "sm90_gemm_nvfp4",
         "sm90_gemm_w4a16",
+        "sm90_gemm_w4a16_wgmma",
     ),
     "indexer": (
         "simt_indexer_operand",

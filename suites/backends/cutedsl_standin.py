@@ -336,6 +336,7 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "sm90_gemm_nvfp4": _gemm_nvfp4,
     "sm90_gemm_fp8_block": _gemm_fp8,
     "sm90_gemm_w4a16": _w4a16,
+    "sm90_gemm_w4a16_wgmma": _w4a16,
     "simt_quantise_nvfp4": _quantise,
     "simt_quantise_fp8": _quantise_fp8,
     "simt_qnorm_rope": _qnorm_rope,

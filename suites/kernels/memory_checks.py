@@ -113,8 +113,9 @@ def _grouped_fp8() -> None:
 
 
 def _w4a16() -> None:
-    for case in w4a16_checks.fuzzed(SEED, 8):
-        w4a16_checks.on_device(case)
+    for kernel in w4a16_checks.KERNELS:
+        for case in w4a16_checks.fuzzed(SEED, 8, kernel):
+            w4a16_checks.on_device(case)
 
 
 def _experts() -> None:
@@ -277,7 +278,7 @@ GROUPS = {
     "fp8_block": Group(_gemms("fp8_block"), ("sm90_gemm_fp8_block",)),
     "grouped": Group(_grouped, ("sm90_gemm_grouped",)),
     "grouped in FP8": Group(_grouped_fp8, ("sm90_gemm_grouped_fp8", "simt_quantise_fp8")),
-    "w4a16": Group(_w4a16, ("sm90_gemm_w4a16",)),
+    "w4a16": Group(_w4a16, w4a16_checks.KERNELS),
     "experts": Group(_experts, ("sm90_moe_nvfp4", "simt_moe_rows")),
     "experts by row": Group(_by_row, ("sm90_moe_by_row", "sm90_gemm_w4a16")),
     "shared expert": Group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -143,6 +144,7 @@ def wheels(folder: Path) -> Path:
         ):  # fmt: skip
             archive.writestr(name, name)
         archive.writestr("vllm/_C.so", fat((ELF, 80), (ELF, 90)))
+        archive.writestr("vllm/program", b"\x7fELF and the rest")
     return folder
 
 
@@ -155,10 +157,12 @@ def test_parts_come_together_where_they_are_unpacked(tmp_path: Path) -> None:
     subprocess.run(["sh", str(to / "unpack.sh"), str(site)], check=True, capture_output=True)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
     assert {name for name in names if not name.startswith("degarble-")} == {
-        "vllm/__init__.py", "vllm/_C.so", *pack.STAND_INS,
+        "vllm/__init__.py", "vllm/_C.so", "vllm/program", *pack.STAND_INS,
         "vllm/third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu.so",
     }  # fmt: skip
     assert codes((site / "vllm/_C.so").read_bytes()) == [0, 90]
+    assert os.access(site / "vllm/program", os.X_OK)
+    assert not os.access(site / "vllm/__init__.py", os.X_OK)
     paths[0].write_bytes(b"other" + paths[0].read_bytes()[5:])
     broken = subprocess.run(
         ["sh", str(to / "unpack.sh"), str(tmp_path / "s2")], check=False, capture_output=True

@@ -17,7 +17,7 @@ from degarble.harness.base.errors import InvalidArgument, MissingDevice
 from degarble.harness.inference.weights import HeldWeight
 from degarble.harness.report.kernel_table import Launch
 from degarble.kernels.attention import problem as sparse_attention_problem
-from degarble.kernels.gemm import gemv_problem, w4a16_problem
+from degarble.kernels.gemm import gemv_problem, w4a16_problem, w4a16_wgmma_problem
 from degarble.kernels.gemm import problem as gemm_problem
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2
 from degarble.kernels.runtime.modules import kernel_named
@@ -220,6 +220,11 @@ def _w4a16_tactic(problem: Any, target: str) -> str:
     return f"{form.groups} groups of {form.parts} warps, {form.ranks} ranks"
 
 
+def _w4a16_wgmma_tactic(problem: Any, target: str) -> str:
+    form = w4a16_wgmma_problem.choose_form(problem, target)
+    return f"{form.groups} warpgroups, {form.ranks} ranks"
+
+
 def _product_tactic(name: str, problem: Any) -> str:
     p, cut = problem.moe, problem.tactic
     shown = ", gate and up shown" if problem.shown else ""
@@ -247,6 +252,7 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "sm90_gemm_nvfp4": _gemm_tactic,
     "sm90_gemm_fp8_block": _gemm_tactic,
     "sm90_gemm_w4a16": _w4a16_tactic,
+    "sm90_gemm_w4a16_wgmma": _w4a16_wgmma_tactic,
     "simt_quantise_nvfp4": lambda p, _: (
         f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
         f"{', decoded' if p.decoded else ''}"

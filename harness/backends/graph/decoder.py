@@ -91,7 +91,7 @@ class Decoder:
         """Lay out a bound model's weights, and allocate its memory.
 
         `products` says how NVFP4 activations meet NVFP4 weights: by tiles, or as few rows of at
-        most 16 lanes. It is decided here, so a row's bits do not depend on its company.
+        most 64 lanes. It is decided here, so a row's bits do not depend on its company.
         """
         require_products(products, lanes)
         if kernels.target != SM90A.name:

@@ -28,7 +28,7 @@ from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
 from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem, turns_first
 from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
-from degarble.kernels.gemm.w4a16_problem import W4A16Problem
+from degarble.kernels.gemm.w4a16_problem import LARGEST_ROWS, W4A16Problem
 from degarble.kernels.moe.by_row_problem import ByRowProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 
@@ -41,18 +41,22 @@ if TYPE_CHECKING:
     from degarble.harness.formats.weight import Weight
     from degarble.kernels.moe.problem import MoeProblem
 
-BF16, NVFP4, FP8, W4A16 = (f"sm90_gemm_{each}" for each in ("bf16", "nvfp4", "fp8_block", "w4a16"))
+BF16, NVFP4, FP8, W4A16, W4A16_WGMMA = (
+    f"sm90_gemm_{each}" for each in ("bf16", "nvfp4", "fp8_block", "w4a16", "w4a16_wgmma")
+)
 GROUPED_FP8 = "sm90_gemm_grouped_fp8"
 TILE_OF_FP8 = 128  # rows of weights that share a scale
 STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 
 # How a graph multiplies, chosen when it is built. Tiles: NVFP4 codes and BF16 by the GEMMs. Few
-# rows: NVFP4 activations are quantised and decoded, exactly, and W4A16 multiplies them; in graphs
-# of very few lanes also each row by its own expert's matrices, and BF16 by the GEMV. The arithmetic
-# is that of the recipe, and sums have these kernels' stated order. A row's bits depend on the
-# choice and on whether the graph has very few lanes, not on their number nor on who is awake.
+# rows: NVFP4 activations are quantised and decoded, exactly, and W4A16 multiplies them, by mma or
+# in graphs of more than 16 lanes by wgmma; in graphs of very few lanes also each row by its own
+# expert's matrices, and BF16 by the GEMV. The arithmetic is that of the recipe, and sums have these
+# kernels' stated order. A row's bits depend on the choice and on which of the three the graph is,
+# not on the number of its lanes nor on who is awake.
 TILES, FEW_ROWS = PRODUCTS = ("tiles", "few-rows")
-MOST_ROWS = 16  # up to which W4A16 has its form for decoding: docs/design-notes/w4a16_kernel.md
+MOST_ROWS = LARGEST_ROWS
+MMA_ROWS = 16  # up to which mma is not slower: docs/design-notes/w4a16_kernel.md
 VERY_FEW_ROWS = 4  # up to which experts by row are not slower: docs/design-notes/moe_kernel.md
 
 
@@ -65,6 +69,11 @@ def require_products(products: str, rows: int) -> None:
             f"lanes of a decoder with products={FEW_ROWS!r}", rows, f"at most {MOST_ROWS}",
             f"Make a decoder with fewer lanes, or with products={TILES!r}.",
         )  # fmt: skip
+
+
+def few_rows_kernel(rows: int) -> str:
+    """Return the kernel of products of few rows in a graph of so many lanes."""
+    return W4A16 if rows <= MMA_ROWS else W4A16_WGMMA
 
 
 @dataclass(frozen=True)
@@ -132,12 +141,12 @@ def decoded_rows(
     return kernels.run("simt_quantise_nvfp4", problem, values=x_MK, decode_scale=scale)[0]
 
 
-def few_rows_product(kernels: Kernels, matrix: Matrix, decoded_MK: Tensor) -> Tensor:
-    """Multiply decoded rows by an NVFP4 matrix: BF16 [M, N]."""
+def few_rows_product(kernels: Kernels, matrix: Matrix, decoded_MK: Tensor, by: str) -> Tensor:
+    """Multiply decoded rows by an NVFP4 matrix, by one of both W4A16 kernels: BF16 [M, N]."""
     assert matrix.factor is not None, "laid out for few rows"
     operands = matrix.operands
     return kernels.run(
-        W4A16, few_rows_problem(matrix, len(decoded_MK)), x=decoded_MK, codes=operands["b"],
+        by, few_rows_problem(matrix, len(decoded_MK)), x=decoded_MK, codes=operands["b"],
         scales=operands["b_scales"], decode_scale=matrix.factor,
     )[0]  # fmt: skip
 
@@ -155,12 +164,16 @@ def input_scale_of(weights: Sequence[Weight], name: str) -> Tensor:
     return torch.stack([tensor.float().reshape(()) for tensor in known]).amax().reshape(1)
 
 
-def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor, products: str = TILES) -> Tensor:
-    """Quantise rows as the matrix requires, and multiply: BF16 [M, N]."""
+def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor, few: str = "") -> Tensor:
+    """Quantise rows as the matrix requires, and multiply: BF16 [M, N].
+
+    `few` is the kernel of products of few rows, in a graph that has them.
+    """
     kernel, (rows, inner) = matrix.kernel, x_MK.shape
-    if products == FEW_ROWS and kernel.kernel == NVFP4:
+    if few and kernel.kernel == NVFP4:
         assert matrix.input_scale is not None, "NVFP4 activations have a scale"
-        return few_rows_product(kernels, matrix, decoded_rows(kernels, x_MK, matrix.input_scale))
+        decoded = decoded_rows(kernels, x_MK, matrix.input_scale)
+        return few_rows_product(kernels, matrix, decoded, few)
     if kernel.kernel == BF16:
         given: dict[str, Tensor | None] = {"a": x_MK}
     elif kernel.kernel == W4A16:
@@ -303,7 +316,7 @@ def joined(routed: Experts, shared: Experts) -> Experts:
 
 
 def few_rows_expert(
-    kernels: Kernels, matrices: Sequence[Matrix], x_MK: Tensor, limit: float | None
+    kernels: Kernels, matrices: Sequence[Matrix], x_MK: Tensor, limit: float | None, by: str
 ) -> Tensor:
     """Compute a single expert: two products, SwiGLU, a product; roundings are the expert's own."""
     gate, up, down = matrices
@@ -311,11 +324,12 @@ def few_rows_expert(
     assert down.input_scale is not None, "NVFP4 activations have a scale"
     x = decoded_rows(kernels, x_MK, gate.input_scale)
     # Trap: torch joins the halves; W4A16 has one tensor scale a launch, and gate and up have two.
-    halves = torch.cat([few_rows_product(kernels, matrix, x) for matrix in (gate, up)], dim=1)
+    halves = torch.cat([few_rows_product(kernels, matrix, x, by) for matrix in (gate, up)], dim=1)
     gating = QuantiseProblem(
         len(x), gate.outputs, LINEAR.name, "swiglu", limit=limit, decoded=True
     )  # fmt: skip
-    return few_rows_product(kernels, down, decoded_rows(kernels, halves, down.input_scale, gating))
+    gated = decoded_rows(kernels, halves, down.input_scale, gating)
+    return few_rows_product(kernels, down, gated, by)
 
 
 def experts_by_row(

@@ -21,6 +21,7 @@ from degarble.harness.backends.graph.matrices import (
     by_gemv,
     experts_by_row,
     few_rows_expert,
+    few_rows_kernel,
     multiply,
     require_products,
     widely,
@@ -254,6 +255,7 @@ class DecoderSteps(ABC):
         require_products(products, rows)
         self.kernels, self.room, self.rows = kernels, room, rows
         self.products = products  # how NVFP4 is multiplied by NVFP4: matrices.PRODUCTS
+        self.few = few_rows_kernel(rows) if products == FEW_ROWS else ""
         self.by_row = products == FEW_ROWS and rows <= VERY_FEW_ROWS
         self.switches = switches
         self.lanes = Lanes.at_rest(rows, getattr(config, "hc_mult", 1), kernels.device)
@@ -311,7 +313,7 @@ class DecoderSteps(ABC):
         """Multiply rows by a matrix, NVFP4 as the graph was built to."""
         if self.by_row and matrix.kernel.kernel == BF16 and x.shape[1] <= inner_held(1):
             return by_gemv(self.kernels, matrix.operands["b"], x, "bf16")
-        return multiply(self.kernels, matrix, x, self.products)
+        return multiply(self.kernels, matrix, x, self.few)
 
     def widely(self, weight: Tensor, x: Tensor) -> Tensor:
         """Multiply BF16 rows by a BF16 weight into float32."""
@@ -319,7 +321,8 @@ class DecoderSteps(ABC):
 
     def splits(self, *lists: KeyList) -> int:
         """Return into how many parts a decoding step's keys are divided; 0: as the kernel does."""
-        return few_token_splits(lists, most=self.by_row) if self.products == FEW_ROWS else 0
+        few = self.few == few_rows_kernel(1)
+        return few_token_splits(lists, most=self.by_row) if few else 0
 
     def normed(self, norm: NormWeight, x: Tensor, epsilon: float | None = None) -> Tensor:
         """Apply RMSNorm, with the config's epsilon unless another is given."""
@@ -375,8 +378,8 @@ class DecoderSteps(ABC):
     def gated(self, w: Gated, x: Tensor, width: int, limit: float | None) -> Tensor:
         """Compute a shared expert or dense layer: one NVFP4 kernel, or product, SwiGLU, product."""
         rows, hidden = x.shape
-        if isinstance(w, Experts) and self.products == FEW_ROWS:
-            return few_rows_expert(self.kernels, w.alone, x, limit)
+        if isinstance(w, Experts) and self.few:
+            return few_rows_expert(self.kernels, w.alone, x, limit, self.few)
         if isinstance(w, Experts):
             problem = MoeProblem(rows, hidden, width, 1, 1, 1, limit, AFTER_W2)
             fields = {"experts": self.lanes.first, "weights": self.lanes.whole}

@@ -121,7 +121,7 @@ def test_other_lanes_and_idle_steps_change_no_bit_of_a_lane(opened: OpenModel) -
         assert torch.equal(bits(one[0]), bits(two[0]))
 
 
-@pytest.mark.parametrize("several", [(1, 3, 4), (5, 16)])
+@pytest.mark.parametrize("several", [(1, 3, 4), (5, 16), (17, 40)])
 def test_products_of_few_rows_replay_and_know_no_company(
     opened: OpenModel, several: tuple[int, ...]
 ) -> None:

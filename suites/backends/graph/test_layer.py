@@ -131,8 +131,8 @@ def test_few_rows_are_few_and_have_normal_factors(opened: OpenModel) -> None:
         bound = opened.logits_model.bound
         return Decoder.from_model(StandIn(), bound, opened.recipe, lanes, 8, products=products)
 
-    with pytest.raises(InvalidArgument, match=r"lanes of a decoder .*= 17: expected at most 16"):
-        decoder(17, FEW_ROWS)
+    with pytest.raises(InvalidArgument, match=r"lanes of a decoder .*= 65: expected at most 64"):
+        decoder(65, FEW_ROWS)
     with pytest.raises(UnknownName, match="products of a decoder"):
         decoder(1, "few")
     problem = GemmProblem(1, 16, 32, "nvfp4", "e4m3")

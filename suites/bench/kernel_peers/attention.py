@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.backends.graph.matrices import MOST_ROWS, VERY_FEW_ROWS
+from degarble.harness.backends.graph.matrices import MMA_ROWS, VERY_FEW_ROWS
 from degarble.kernels.attention.problem import few_token_splits
 from degarble.kernels.primitives.kv_problem import WIDTH
 from degarble.suites.bench import attention as bench
@@ -243,7 +243,7 @@ def decode() -> Iterator[Row]:
         for heads in several:
             for batch in BATCHES:
                 problem = problem_of(model, "decode", ENTRIES[model], batch, heads)
-                if batch <= MOST_ROWS:
+                if batch <= MMA_ROWS:
                     splits = few_token_splits(problem.lists, most=batch <= VERY_FEW_ROWS)
                     problem = replace(problem, splits=splits)
                 yield row(f"{model}, {heads} heads, batch {batch}", problem, peers)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from degarble.harness.backends.graph.matrices import few_rows_kernel
 from degarble.kernels.gemm.problem import BF16, FP8_BLOCK, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.suites.bench import gpu
@@ -108,7 +109,7 @@ def w4a16_row(problem: W4A16Problem) -> Row:
         goals.append(of_copy(0.80))
     return Row(
         f"{outputs}x{problem.columns}, M = {problem.rows}",
-        [operands.ours("sm90_gemm_w4a16", problem, given), *peers],
+        [operands.ours(few_rows_kernel(problem.rows), problem, given), *peers],
         problem.weight_bytes, 2 * problem.rows * outputs * problem.columns,
         lambda: shared(0).reference(), goals, ceilings=[copy_arm(problem.weight_bytes)],
         other_bytes={CUBLAS: 2 * outputs * problem.columns},

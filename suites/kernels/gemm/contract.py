@@ -12,6 +12,7 @@ import torch
 from degarble.kernels.gemm import gemv_problem
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm import w4a16_problem as w4a16
+from degarble.kernels.gemm import w4a16_wgmma_problem as w4a16_wgmma
 from degarble.kernels.gemm.gemv_problem import GemvForm, GemvProblem
 from degarble.kernels.gemm.grouped_problem import (
     GroupedFp8Problem,
@@ -21,7 +22,7 @@ from degarble.kernels.gemm.grouped_problem import (
 )
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem, W4A16Tactic
 from degarble.kernels.runtime.compiling import fused_instructions
-from degarble.kernels.runtime.targets import TARGETS
+from degarble.kernels.runtime.targets import SM90A, TARGETS
 from degarble.suites.kernels import gemm_checks, gemm_code, row_checks
 from degarble.suites.kernels.contract import (
     BLACKWELL,
@@ -276,11 +277,28 @@ def _w4a16_form(
     )  # fmt: skip
 
 
-def _replay_w4a16() -> Replay:
-    problem = W4A16Problem(7, 1536, 7168, "128x4")
-    cases = [w4a16_checks.Case(problem, seed=7 * seed) for seed in range(4)]
+def _wgmma_code() -> Iterator[MachineCode]:
+    for rows, layout, columns in product((8, 16, 32, 64), w4a16.LAYOUTS, (4096, 4128)):
+        problem = W4A16Problem(rows, 7168, columns, layout)
+        form = w4a16_wgmma.choose_form(problem, SM90A.name)
+        counts = {
+            # Two halves of a stage, each four steps of K.
+            f"wgmma.mma_async.sync.aligned.m64n{form.columns}k16.f32.bf16.bf16": 8,
+            "mul.rn.bf16x2": 2 * (2 + 16),  # of a half: its scales, and 16 pairs of weights
+            "add.rn.f32": 4 * (form.ranks - 1),
+            "wgmma.wait_group": 3,
+        }
+        yield MachineCode(
+            w4a16_checks.BY_WGMMA, form, 65_536 // form.threads, counts=counts,
+            has={"fma.rn.f32": False}, slow=(rows, layout, columns) != (64, "128x4", 4096),
+        )  # fmt: skip
+
+
+def _replay_w4a16(kernel: str, rows: int) -> Replay:
+    problem = W4A16Problem(rows, 1536, 7168, "128x4")
+    cases = [w4a16_checks.Case(problem, seed=7 * seed, kernel=kernel) for seed in range(4)]
     x, weights = cases[0].activations.cuda(), w4a16_checks.on_gpu(cases[0].weights)
-    out = torch.empty(7, 1536, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(rows, 1536, dtype=torch.bfloat16, device="cuda")
     rounds = [
         Round(
             [case.activations, case.weights.codes, case.weights.block_scale],
@@ -289,7 +307,7 @@ def _replay_w4a16() -> Replay:
         for case in cases
     ]
     return Replay(
-        lambda: w4a16_checks.multiply(x, weights, out=out),
+        lambda: w4a16_checks.multiply(x, weights, out, kernel),
         [x, weights.codes, weights.block_scale], out, rounds,
     )  # fmt: skip
 
@@ -300,6 +318,7 @@ def _replay_w4a16() -> Replay:
 def _code() -> Iterator[MachineCode]:
     yield from _plain_code()
     yield from _grouped_code()
+    yield from _wgmma_code()
     for target in TARGETS:
         yield from _few_rows_code(target)
         yield from _w4a16_code(target)
@@ -333,9 +352,12 @@ JUDGED = [
         lambda seed, count: _in_bf16(grouped_checks.fuzzed(seed, count)), 4, 50, _grouped_result,
         devices=BLACKWELL,
     ),
-    Judged(
-        "sm90_gemm_w4a16", w4a16_checks.cases(), w4a16_checks.mismatch, w4a16_checks.fuzzed,
-        6, 50, devices=HOPPER,
+    *(
+        Judged(
+            kernel, w4a16_checks.cases(kernel), w4a16_checks.mismatch,
+            partial(w4a16_checks.fuzzed, kernel=kernel), 6, 50, devices=HOPPER,
+        )
+        for kernel in w4a16_checks.KERNELS
     ),
 ]  # fmt: skip
 DETECTIONS = [
@@ -352,5 +374,8 @@ REPLAYS = [
     ReplayCase("simt_gemv_bf16", _replay_few_rows),
     ReplayCase("sm90_gemm_grouped", _replay_grouped, HOPPER),
     ReplayCase("sm90_gemm_grouped_fp8", _replay_grouped_fp8, HOPPER),
-    ReplayCase("sm90_gemm_w4a16", _replay_w4a16, HOPPER),
+    *(
+        ReplayCase(kernel, partial(_replay_w4a16, kernel, rows), HOPPER)
+        for kernel, rows in zip(w4a16_checks.KERNELS, (7, 50), strict=True)
+    ),
 ]

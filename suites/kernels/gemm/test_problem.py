@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from math import prod
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from degarble.harness.base.errors import (
 )
 from degarble.kernels.gemm import gemv_problem, grouped_problem, w4a16_problem
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import w4a16_wgmma_problem as wgmma
 from degarble.kernels.gemm.gemv_problem import GemvProblem, grid, steps
 from degarble.kernels.gemm.gemv_problem import choose_form as choose_gemv_form
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem
@@ -549,3 +551,81 @@ def test_w4a16_problem_refuses_by_name() -> None:
         W4A16Problem(1, 8, 32, "8x4")
     with pytest.raises(UnknownName, match="128x4"):
         W4A16Problem(1, 8, 32, "128x5")
+
+
+# --------------------------------------------------------------------------------------------------
+# BF16 times NVFP4 by wgmma: K is divided completely, memory fits, copies bring what is waited for.
+
+
+@pytest.mark.parametrize(("outputs", "columns"), SHAPES)
+def test_runs_of_k_follow_each_other_and_none_is_empty(outputs: int, columns: int) -> None:
+    groups, ranks = wgmma.division(outputs, columns)
+    runs = [wgmma.run_of(rank, columns, ranks) for rank in range(ranks)]
+    steps = [step for first, count in runs for step in range(first, first + count)]
+    assert steps == list(range(-(-columns // wgmma.STEP)))
+    assert all(count > 0 and first % wgmma.STEPS_OF_CHUNK == 0 for first, count in runs)
+    assert -(-outputs // (wgmma.ROWS * groups)) <= wgmma.CLUSTERS[ranks] or ranks == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("groups", wgmma.GROUPS)
+def test_stages_of_wgmma_fit_and_their_copies_are_what_is_waited_for(
+    layout: str, groups: int
+) -> None:
+    for rows in (1, 8, 9, 17, 64):
+        form = wgmma.form_of(W4A16Problem(rows, 1000, 4096, layout), (groups, 2), "sm_90a")
+        assert form.shared_bytes <= TARGETS["sm_90a"].shared_memory_bytes
+        assert 2 <= form.stages <= wgmma.MOST_STAGES
+        # A slot of scales is free when the chunk that comes into it is asked for.
+        assert form.stages <= (wgmma.SLOTS - 1) * wgmma.STEPS_OF_CHUNK + 1
+        assert wgmma.HALVES * 2 * prod(wgmma.activation_box(form)) == form.activation_bytes
+        assert 4 * prod(wgmma.code_box(form)) == form.code_bytes
+        assert 4 * form.scale_boxes * prod(wgmma.scale_box(form)) == form.slot_bytes
+        for box in (wgmma.activation_box(form), wgmma.code_box(form), wgmma.scale_box(form)):
+            assert max(box) <= 256
+        for place in (form.codes_at, form.scales_at, form.activation_bytes // wgmma.HALVES):
+            assert place % 1024 == 0  # what swizzled boxes need
+        assert form.columns >= rows
+        assert form.permuting * 32 >= form.columns
+
+
+@pytest.mark.parametrize("groups", wgmma.GROUPS)
+def test_every_row_of_a_thread_block_finds_its_own_scales(groups: int) -> None:
+    for layout in LAYOUTS:
+        problem = W4A16Problem(16, 1000, 1024, layout)
+        form = wgmma.form_of(problem, (groups, 1), "sm_90a")
+        for tile in range(wgmma.grid(problem, form)):
+            for chunk in range(problem.columns // wgmma.CHUNK):
+                slot = _slot_of(problem, form, tile, chunk)
+                for row in range(form.outputs):
+                    output = tile * form.outputs + row
+                    at = wgmma.scale_word(wgmma.first_scale_row(tile, form) + row, form)
+                    for half in range(wgmma.CHUNK // wgmma.HALF):
+                        first = chunk * wgmma.CHUNK + half * wgmma.HALF
+                        want = scale_offset(output, first, (1000, 1024), layout)
+                        if output < problem.outputs:
+                            assert slot[at + half * wgmma.scale_half(form)] == want
+
+
+def _slot_of(problem: W4A16Problem, form: wgmma.W4A16WgmmaForm, tile: int, chunk: int) -> list[int]:
+    """Return the offsets of the bytes that TMA puts into a slot, in order."""
+    if problem.layout == "linear":
+        rows = range(tile * form.outputs, (tile + 1) * form.outputs)
+        return [row * problem.blocks + chunk * 16 + byte for row in rows for byte in range(16)]
+    first, across = tile * form.outputs // 128, problem.blocks // 4
+    return [
+        ((first + box) * across + chunk * 4 + step) * 512 + byte
+        for box in range(form.scale_boxes)
+        for step in range(4)
+        for byte in range(512)
+    ]
+
+
+def test_the_division_of_k_does_not_follow_from_the_rows() -> None:
+    for outputs, columns in SHAPES:
+        forms = {
+            (form.ranks, form.groups)
+            for rows in (1, 17, 64)
+            for form in [wgmma.choose_form(W4A16Problem(rows, outputs, columns), "sm_90a")]
+        }
+        assert len(forms) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ from degarble.harness.base.errors import (
 )
 from degarble.harness.formats.layouts import SWIZZLE_8X4
 from degarble.harness.formats.number_formats import NibbleOrder, ScaleDirection
+from degarble.kernels.gemm import w4a16_wgmma_problem as wgmma
 from degarble.kernels.gemm.gemv_problem import GemvProblem
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
 from degarble.kernels.gemm.w4a16_problem import LAYOUTS, W4A16Problem, W4A16Tactic, choose_form
@@ -194,7 +196,8 @@ def test_a_wrong_place_a_nan_and_a_lost_term_are_detected(monkeypatch: pytest.Mo
 @pytest.mark.h200
 def test_runs_are_equal_bit_for_bit() -> None:
     large = [checks.Case(W4A16Problem(m, 7168, 4096), seed=m) for m in (1, 8, 16)]
-    for case in (*large, *checks.fuzzed(99, 20)):
+    by_wgmma = checks.fuzzed(98, 20, checks.BY_WGMMA)
+    for case in (*large, *checks.fuzzed(99, 20), *by_wgmma):
         first = on_device_bits(case)
         for _ in range(5):
             assert torch.equal(on_device_bits(case), first), case.name
@@ -204,19 +207,25 @@ def on_device_bits(case: checks.Case) -> torch.Tensor:
     return checks.on_device(case).view(torch.int16)
 
 
+by_each = pytest.mark.parametrize("kernel", checks.KERNELS)
+
+
 @pytest.mark.h200
+@by_each
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_depends_neither_on_other_rows_nor_on_how_many_they_are(layout: str) -> None:
+def test_a_row_depends_neither_on_other_rows_nor_on_how_many_they_are(
+    layout: str, kernel: str
+) -> None:
     case = checks.Case(W4A16Problem(64, 4232, 4096, layout), seed=3)
     weights, x_MK = checks.on_gpu(case.weights), case.activations.cuda()
-    want = checks.multiply(x_MK, weights)
+    want = checks.multiply(x_MK, weights, kernel=kernel)
     for rows in (1, 2, 4, 7, 8, 9, 16, 17, 32, 33):
         for first in (0, 64 - rows):
             part = x_MK[first : first + rows].contiguous()
-            got = checks.multiply(part, weights)
+            got = checks.multiply(part, weights, kernel=kernel)
             assert torch.equal(got, want[first : first + rows]), (rows, first)
     x_MK[5] = torch.nan
-    got = checks.multiply(x_MK, weights)
+    got = checks.multiply(x_MK, weights, kernel=kernel)
     others = [row for row in range(64) if row != 5]
     assert bool(got[5].isnan().all())
     assert torch.equal(got[others], want[others])
@@ -239,8 +248,9 @@ def test_tiles_clusters_and_stages_do_not_change_a_bit(layout: str) -> None:
 
 
 @pytest.mark.h200
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
-def test_launches_that_overlap_read_what_the_ones_before_wrote(rows: int) -> None:
+@by_each
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 50])
+def test_launches_that_overlap_read_what_the_ones_before_wrote(rows: int, kernel: str) -> None:
     """A chain: each product is the next one's activations, its buffers were others' before."""
     size = 2048
     cases = [checks.Case(W4A16Problem(rows, size, size), seed=seed) for seed in range(6)]
@@ -253,7 +263,7 @@ def test_launches_that_overlap_read_what_the_ones_before_wrote(rows: int) -> Non
         outs = [torch.full_like(x_MK, torch.nan) for _ in range(2)]
         found = []
         for step in range(24):
-            checks.multiply(x_MK, weights[step % 6], out=outs[step % 2])
+            checks.multiply(x_MK, weights[step % 6], outs[step % 2], kernel)
             x_MK = outs[step % 2]
             if wait:
                 torch.cuda.synchronize()
@@ -291,13 +301,87 @@ def test_no_stage_is_filled_again_before_it_is_read() -> None:
 
 
 @pytest.mark.h200
-def test_nan_and_infinity_stay_in_their_places() -> None:
+def test_groups_of_warps_do_not_change_a_bit_of_wgmma_and_no_stage_is_filled_too_early() -> None:
+    """Launches without a pause, with weights that stay in the cache, so that they come soon."""
+    kernels = kernels_of(checks.BY_WGMMA)
+    for layout, columns in product(LAYOUTS, (4096, 6176)):
+        problem = W4A16Problem(40, 1160, columns, layout)
+        case = checks.Case(problem, seed=columns, kernel=checks.BY_WGMMA)
+        want = checks.on_device(case)
+        weights = checks.on_gpu(case.weights)
+        _, given = kernels_of(checks.BY_MMA).operands_of(case.activations.cuda(), weights)
+        _, ranks = wgmma.division(problem.outputs, columns)
+        for groups in wgmma.GROUPS:
+            form = wgmma.form_of(problem, (groups, ranks), "sm_90a")
+            kernel = kernels.compile_form(form, SETTINGS)
+            outs = torch.full((32, *want.shape), torch.nan, dtype=want.dtype, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for out in outs:
+                    kernels.KERNEL.launch(kernel, form, problem, {**given, "out": out})
+            for _ in range(40):
+                outs.fill_(torch.nan)
+                graph.replay()
+                assert bool((outs == want).all()), form
+
+
+@pytest.mark.h200
+def test_launches_by_the_hundred_thousand_beside_another_stream() -> None:
+    case = checks.Case(W4A16Problem(50, 2048, 2048, "128x4"), seed=2, kernel=checks.BY_WGMMA)
+    want, weights = checks.on_device(case), checks.on_gpu(case.weights)
+    x_MK = case.activations.cuda()
+    outs = torch.full((500, *want.shape), torch.nan, dtype=want.dtype, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs:
+            checks.multiply(x_MK, weights, out, checks.BY_WGMMA)
+    neighbour, busy = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda").bfloat16()
+    for _ in range(200):
+        outs.fill_(torch.nan)
+        with torch.cuda.stream(neighbour):
+            for _ in range(40):
+                busy @ busy
+        graph.replay()
+        assert bool((outs == want).all())
+    torch.cuda.synchronize()
+
+
+facts_run = wgmma.run_of
+WGMMA_FAULTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "the scales of one row": ("facts", "scale_word", lambda row, _form: 16 + 0 * row),
+    "scales of rows further on": ("facts", "first_scale_row", lambda tile, _form: 64 + 0 * tile),
+    "activations as they came": (".", "permute_row", lambda _chunks: None),
+    "a run too short": (
+        "facts", "run_of", lambda *told: (facts_run(*told)[0], facts_run(*told)[1] - 1),
+    ),
+    "the first run alone": (".", "scaled_total", lambda numbers, scale: numbers[0] * scale),
+}  # fmt: skip
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("fault", WGMMA_FAULTS)
+def test_planted_faults_of_wgmma_are_caught(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    kernels = kernels_of(checks.BY_WGMMA)
+    problem = W4A16Problem(20, 576, 4096, "128x4")
+    case = checks.Case(problem, seed=4, kernel=checks.BY_WGMMA)
+    assert not checks.mismatch(case)
+    place, name, wrong = WGMMA_FAULTS[fault]
+    monkeypatch.setattr(kernels if place == "." else kernels.facts, name, wrong)
+    monkeypatch.setitem(
+        vars(kernels.KERNEL), "compile_form", kernels.KERNEL.compile_form.__wrapped__
+    )
+    assert checks.mismatch(case)
+
+
+@pytest.mark.h200
+@by_each
+def test_nan_and_infinity_stay_in_their_places(kernel: str) -> None:
     case = checks.Case(W4A16Problem(2, 64, 512), seed=1)
     weights, x_MK = checks.on_gpu(case.weights), case.activations.cuda()
-    want = checks.multiply(x_MK, weights)
+    want = checks.multiply(x_MK, weights, kernel=kernel)
     weights.block_scale[9, 3] = checks.NAN_CODE
-    got = checks.multiply(x_MK, weights)
+    got = checks.multiply(x_MK, weights, kernel=kernel)
     assert bool(got[:, 9].isnan().all())
     others = [output for output in range(64) if output != 9]
     assert torch.equal(got[:, others], want[:, others])
-    assert checks.multiply(x_MK[:0], weights).shape == (0, 64)
+    assert checks.multiply(x_MK[:0], weights, kernel=kernel).shape == (0, 64)

@@ -1,10 +1,10 @@
 """Compare BF16 times NVFP4 on a GPU with the product in float64, within a derived budget.
 
-Cases vary extents, layouts, and the spreads of activations and scales. The twin multiplies decoded
-weights and activations in float64, on the GPU. The budget follows from what rounds: each mma
-truncates its 17 terms at 2**-25 of the largest and its result to float32; 16 sums are added; two
-products and the output's BF16 round. Outputs hold NaN before, padding of scales holds the code of
-NaN.
+Two kernels, by mma and by wgmma. Cases vary extents, layouts, and the spreads of activations and
+scales. The twin multiplies decoded weights and activations in float64, on the GPU. The budget
+follows from what rounds: each mma truncates its 17 terms at 2**-25 of the largest and its result to
+float32; the sums of the parts of K are added; two products and the output's BF16 round. Outputs
+hold NaN before, padding of scales holds the code of NaN.
 
 Shape letters: M rows, N outputs, K columns
 """
@@ -12,7 +12,7 @@ Shape letters: M rows, N outputs, K columns
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,15 @@ from degarble.harness.formats.layouts import SCALE_LAYOUTS, from_layout, to_layo
 from degarble.harness.formats.number_formats import E2M1, E4M3, NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.kernels.gemm.w4a16_problem import LAYOUTS, PARTS, ROUND, W4A16Problem
+from degarble.kernels.gemm.w4a16_wgmma_problem import STEP as WGMMA_STEP
+from degarble.kernels.gemm.w4a16_wgmma_problem import division, run_of
 from degarble.kernels.runtime.compiling import CompileSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SETTINGS = CompileSettings()
+BY_MMA, BY_WGMMA = KERNELS = ("sm90_gemm_w4a16", "sm90_gemm_w4a16_wgmma")
 SPREADS = ("ordinary", "wide", "sparse", "cancelling")
 SCALES = ("ordinary", "all", "tiny")
 NAN_CODE = 0x7F  # of E4M3
@@ -47,13 +50,14 @@ class Case:
     spread: str = "ordinary"
     scale: str = "ordinary"
     seed: int = 0
+    kernel: str = BY_MMA
 
     @property
     def name(self) -> str:
         """One line that finds the case again."""
         p = self.problem
         extents = f"{p.rows}x{p.outputs}x{p.columns} {p.layout}"
-        return f"{extents} {self.spread} {self.scale} seed={self.seed}"
+        return f"{self.kernel} {extents} {self.spread} {self.scale} seed={self.seed}"
 
     @cached_property
     def activations(self) -> Tensor:
@@ -98,8 +102,6 @@ class Case:
 
 def on_gpu(weights: QuantisedTensor) -> QuantisedTensor:
     """Move weights to the GPU."""
-    from dataclasses import replace  # noqa: PLC0415  beside its only use
-
     assert weights.tensor_scale is not None
     return replace(
         weights,
@@ -109,20 +111,23 @@ def on_gpu(weights: QuantisedTensor) -> QuantisedTensor:
     )
 
 
-def multiply(x_MK: Tensor, weights: QuantisedTensor, out: Tensor | None = None) -> Tensor:
+def multiply(
+    x_MK: Tensor, weights: QuantisedTensor, out: Tensor | None = None, kernel: str = BY_MMA
+) -> Tensor:
     """Multiply by weights as a checkpoint stores them."""
     from degarble.kernels.gemm import sm90_gemm_w4a16 as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.runtime.modules import kernel_named  # noqa: PLC0415  likewise
 
     problem, given = kernels.operands_of(x_MK, weights)
     given |= {} if out is None else {"out": out}
-    return kernels.KERNEL.run_one(problem, SETTINGS, **given)
+    return kernel_named(kernel).run_one(problem, SETTINGS, **given)
 
 
 def on_device(case: Case) -> Tensor:
     """Run a case on the GPU; the output stays there."""
     shape = (case.problem.rows, case.problem.outputs)
     out_MN = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    return multiply(case.activations.cuda(), on_gpu(case.weights), out_MN)
+    return multiply(case.activations.cuda(), on_gpu(case.weights), out_MN, case.kernel)
 
 
 def decoded(weights: QuantisedTensor) -> Tensor:
@@ -143,10 +148,20 @@ def twin(case: Case, device: str) -> tuple[Tensor, Tensor]:
     return (x_MK @ w_NK.T) * scale, (x_MK.abs() @ w_NK.abs().T) * scale
 
 
-def budget(problem: W4A16Problem, want_MN: Tensor, terms_MN: Tensor) -> Tensor:
+def division_of(case: Case) -> tuple[int, int]:
+    """Return into how many parts K is cut, and the mma of the longest one."""
+    problem = case.problem
+    if case.kernel == BY_MMA:
+        return PARTS, -(-problem.columns // ROUND) * (ROUND // PARTS // MMA_DEPTH)
+    _, ranks = division(problem.outputs, problem.columns)
+    longest = max(run_of(rank, problem.columns, ranks)[1] for rank in range(ranks))
+    return ranks, longest * WGMMA_STEP // MMA_DEPTH
+
+
+def budget(case: Case, want_MN: Tensor, terms_MN: Tensor) -> Tensor:
     """Return how far a result may be: what its roundings can add up to, and no more."""
-    steps = -(-problem.columns // ROUND) * (ROUND // PARTS // MMA_DEPTH)
-    sums = steps * STEP_ERROR + (PARTS + 2) * 2.0**-24
+    parts, steps = division_of(case)
+    sums = steps * STEP_ERROR + (parts + 2) * 2.0**-24
     return terms_MN * sums * (1 + BF16_HALF_STEP) + want_MN.abs() * BF16_HALF_STEP + 2.0**-100
 
 
@@ -158,7 +173,7 @@ def mismatch(case: Case) -> str:
 
 def difference(case: Case, got_MN: Tensor, want_MN: Tensor, terms_MN: Tensor) -> str:
     """Say what is farther from the twin than the budget."""
-    allowed = budget(case.problem, want_MN, terms_MN)
+    allowed = budget(case, want_MN, terms_MN)
     apart = (got_MN.double() - want_MN).abs()
     wrong = ~(apart <= allowed)  # a NaN is wrong
     if not bool(wrong.any()):
@@ -187,14 +202,15 @@ MODEL_SHAPES = (
 )
 
 
-def cases() -> list[Case]:
+def cases(kernel: str = BY_MMA) -> list[Case]:
     """Return the named cases: model shapes, tails, layouts, spreads, scales."""
-    made = []
+    made: list[Case] = []
+    few, many = ((1, 16), (3, 8)) if kernel == BY_MMA else ((17, 64), (1, 32))
     for place, (outputs, columns) in enumerate(MODEL_SHAPES):
         for layout in LAYOUTS:
             problems = [
                 W4A16Problem(rows, outputs, columns, layout)
-                for rows in ((1, 16) if place % 2 else (3, 8))
+                for rows in (few if place % 2 else many)
             ]
             made += [Case(problem, seed=place) for problem in problems]
     for layout in LAYOUTS:
@@ -209,10 +225,10 @@ def cases() -> list[Case]:
             problem = W4A16Problem(rows, outputs, columns, layout)
             made += [Case(problem, spread, "all") for spread in SPREADS]
         made += [Case(W4A16Problem(4, 512, 2048, layout), "wide", scale) for scale in SCALES]
-    return made
+    return [replace(case, kernel=kernel) for case in made]
 
 
-def fuzzed(seed: int, count: int) -> list[Case]:
+def fuzzed(seed: int, count: int, kernel: str = BY_MMA) -> list[Case]:
     """Draw cases."""
     drawn = random.Random(seed)
     made = []
@@ -223,7 +239,8 @@ def fuzzed(seed: int, count: int) -> list[Case]:
             columns=32 * drawn.choice((drawn.randint(1, 9), drawn.randint(1, 200))),
             layout=drawn.choice(tuple(LAYOUTS)),
         )
-        made.append(
-            Case(problem, drawn.choice(SPREADS), drawn.choice(SCALES), drawn.randrange(1 << 30))
-        )
+        spread, scale, number = (
+            drawn.choice(SPREADS), drawn.choice(SCALES), drawn.randrange(1 << 30),
+        )  # fmt: skip
+        made.append(Case(problem, spread, scale, number, kernel))
     return made

@@ -109,6 +109,7 @@ def _few_rows_cases() -> Iterator[LaunchCase]:
             "decode_scale": Given(FP32, (1,)),
         }  # fmt: skip
         yield LaunchCase("sm90_gemm_w4a16", w4_a16_problem, given)
+        yield LaunchCase("sm90_gemm_w4a16_wgmma", w4_a16_problem, given)
     yield LaunchCase(
         "sm90_gemm_w4a16", w4_a16_problem, given | {"out": Given(BF16, (16, 256))}, "sm_100a"
     )
@@ -293,6 +294,7 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "sm90_gemm_grouped_fp8": _by_name,
     "sm90_gemm_nvfp4": _by_name,
     "sm90_gemm_w4a16": _by_name,
+    "sm90_gemm_w4a16_wgmma": _by_name,
     "sm90_moe_nvfp4": _by_name,
     "sm90_moe_by_row": _by_name,
     "sm90_shared_expert": _shared_expert,

@@ -65,6 +65,7 @@ DESCRIBED = (
     "sm90_gemm_grouped_fp8",
     "sm90_gemm_nvfp4",
     "sm90_gemm_w4a16",
+    "sm90_gemm_w4a16_wgmma",
     "sm90_indexer_scores",
     "sm90_moe_by_row.FC1",
     "sm90_moe_by_row.FC2",
