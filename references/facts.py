@@ -101,6 +101,11 @@ class ModelFacts:
         return None
 
     @property
+    def summed_over_ranks(self) -> bool:
+        """Return whether several ranks have a linear's inputs each in part, and add up outputs."""
+        return False
+
+    @property
     def weight_before_w2(self) -> bool:
         """Return whether a routing weight is applied in front of w2."""
         return False

@@ -447,6 +447,16 @@ class TracedFacts(ModelFacts):
         return FP8_1X128_UE8M0.name if rounds else form
 
     @property
+    def summed_over_ranks(self) -> bool:
+        """Return whether ranks split a linear along its input: what attention or a gate returns."""
+        number = self.traced.inputs["x"].number
+        edge = self.graph.edges.get(number)
+        maker, _ = self.graph.makers.get(edge.sources[0].number if edge else number, ("", ""))
+        made = next((each for each in self.graph.components if each.name == maker), None)
+        last = made.parts[-1] if isinstance(made, ComponentSpan) else made
+        return last is not None and last.kind in {BoundaryKind.ATTENTION, StretchKind.GATED}
+
+    @property
     def block_scales(self) -> BlockScaleUse:
         """Return how a run treats the scales of FP8 blocks."""
         switches = self.numerics.switches

@@ -32,9 +32,7 @@ from degarble.references.numerics import DecodedOperands
 from degarble.references.traced.definitions import NARROW, Roundings, compute
 from degarble.references.traced.evaluate import from_rows, joined
 from degarble.references.traced.family import by_sequence, is_sequential
-from degarble.references.traced.graph import StretchKind
-from degarble.references.traced.spans import ComponentSpan
-from degarble.references.traced.trace import BoundaryKind, operator_name
+from degarble.references.traced.trace import operator_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -314,16 +312,6 @@ def _computed(call: JudgeableCall, facts: TracedFacts, roundings: Roundings) -> 
     return {name: joined(part[name] for part in parts) for name in parts[0]}
 
 
-def is_summed_over_ranks(facts: TracedFacts) -> bool:
-    """Return whether ranks split a linear along its input: what attention or a gate returns."""
-    number = facts.traced.inputs["x"].number
-    edge = facts.graph.edges.get(number)
-    maker, _ = facts.graph.makers.get(edge.sources[0].number if edge else number, ("", ""))
-    made = next((each for each in facts.graph.components if each.name == maker), None)
-    last = made.parts[-1] if isinstance(made, ComponentSpan) else made
-    return last is not None and last.kind in {BoundaryKind.ATTENTION, StretchKind.GATED}
-
-
 def linear(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of a product, with its bias where it has one."""
     out = call.outputs["out"]
@@ -338,7 +326,7 @@ def linear(call: JudgeableCall) -> dict[str, Budget]:
             yield weight_rows(weight, part, torch.float32, numerics)
 
     budget = summed(product_operand(x), MatrixParts(weight.shape, parts), output_format(out))
-    if call.ranks > 1 and is_summed_over_ranks(call.known_facts):
+    if call.ranks > 1 and call.known_facts.summed_over_ranks:
         used = weight_values(weight, torch.float32, numerics)
         budget = over_ranks(replace(budget, slack=budget.slack.reshape(len(x), -1)), x, used,
                             call.ranks, on_the_way=True)  # fmt: skip

@@ -18,11 +18,9 @@ from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.budget.bounded_values import exactly
 from degarble.harness.engine.budget.quantised_inputs import quantised_bound
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
-from degarble.harness.engine.budget.traced import is_summed_over_ranks
 from degarble.harness.model.components import components
 from degarble.references.binding import bind
 from degarble.references.linears import X_LOOSE, X, quantise_activations
-from degarble.references.traced.family import TracedFacts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -275,8 +273,8 @@ def _takes(component: Component, name: str) -> bool:
 
 def _is_divided(known: TwinComponents, component: Component) -> bool:
     """Return whether each rank quantises its own part of what a linear is given."""
-    facts = known.twin.bound_to(component.name)[1]
-    return isinstance(facts, TracedFacts) and is_summed_over_ranks(facts)
+    divided: bool = known.twin.bound_to(component.name)[1].summed_over_ranks
+    return divided
 
 
 def quantised(known: TwinComponents, component: Component, inputs: Tensors) -> dict[str, Tensor]:

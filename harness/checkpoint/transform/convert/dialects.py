@@ -87,7 +87,7 @@ _BYTES = {"MXFP4": "U8", "MXFP8": "U8"}  # the dtype of their scales in both dia
 _REASON = "scales inputs that the config leaves as they are"
 
 
-class ChosenModule(NamedTuple):
+class ConvertedModule(NamedTuple):
     """A module of the source, and what it is in the target."""
 
     linear: SourceLinear
@@ -117,7 +117,7 @@ def to_dialect(
     yield from _cache_units(checkpoint, to)
 
 
-def chosen_modules(checkpoint: Checkpoint, to: str) -> list[ChosenModule]:
+def chosen_modules(checkpoint: Checkpoint, to: str) -> list[ConvertedModule]:
     """Return every quantised module with its form in the target; raise for what it cannot state."""
     if checkpoint.names is not None:
         assert checkpoint.model is not None
@@ -129,7 +129,7 @@ def chosen_modules(checkpoint: Checkpoint, to: str) -> list[ChosenModule]:
     stated = InputFormats(checkpoint.quantisation.values())
     found = list(linears(checkpoint))
     in_blocks = any(linear.format.startswith("FP8_128X128") for linear in found)
-    chosen = [ChosenModule(each, _form(each, stated, in_blocks=in_blocks)) for each in found]
+    chosen = [ConvertedModule(each, _form(each, stated, in_blocks=in_blocks)) for each in found]
     refused = [module for module in chosen if states(to, module.form) is None]
     if refused:
         names = ", ".join(shown(module.linear.module) for module in refused[:_NAMED])
@@ -178,7 +178,7 @@ def _form(linear: SourceLinear, stated: InputFormats, *, in_blocks: bool) -> Mod
 
 
 def _unit(
-    checkpoint: Checkpoint, to: str, module: ChosenModule, *, nearest: bool
+    checkpoint: Checkpoint, to: str, module: ConvertedModule, *, nearest: bool
 ) -> ConversionUnit:
     linear, form = module
     made = {each.tensor.name: each for each in _made(checkpoint, to, module)}
@@ -217,7 +217,7 @@ def _scale_faults(ours: Tensor | None, theirs: Tensor | None, *, moved: bool) ->
     return []
 
 
-def _made(checkpoint: Checkpoint, to: str, module: ChosenModule) -> Iterator[_Made]:
+def _made(checkpoint: Checkpoint, to: str, module: ConvertedModule) -> Iterator[_Made]:
     """Yield the tensors of a module in a dialect."""
     linear, form = module
     parts, name = linear.weight.form.parts, linear.module
@@ -252,7 +252,7 @@ def _made(checkpoint: Checkpoint, to: str, module: ChosenModule) -> Iterator[_Ma
         yield one(part, value.reshape(extents).clone())
 
 
-def _shaped(scale: Tensor, to: str, module: ChosenModule) -> Tensor:
+def _shaped(scale: Tensor, to: str, module: ConvertedModule) -> Tensor:
     """Return the scales of FP8 with the axes of a dialect."""
     (rows, columns), form = module.linear.weight.shape, module.form
     if form.format == "FP8_TENSOR":
@@ -320,7 +320,9 @@ def _turned(linear: SourceLinear, value: Tensor, to: str) -> Tensor:
     return torch.tensor(divisor_of(float(value)).divisor, dtype=torch.float32)
 
 
-def moved_scales(checkpoint: Checkpoint, to: str, chosen: list[ChosenModule]) -> dict[str, float]:
+def moved_scales(
+    checkpoint: Checkpoint, to: str, chosen: list[ConvertedModule]
+) -> dict[str, float]:
     """Map each scale without an exact divisor to its distance from the nearest, in ulp."""
     found: dict[str, float] = {}
     if to != COMPRESSED:
@@ -339,7 +341,7 @@ def moved_scales(checkpoint: Checkpoint, to: str, chosen: list[ChosenModule]) ->
 
 
 def _require_reciprocals(
-    checkpoint: Checkpoint, to: str, chosen: list[ChosenModule], *, nearest: bool
+    checkpoint: Checkpoint, to: str, chosen: list[ConvertedModule], *, nearest: bool
 ) -> None:
     """Raise for scales that have no divisor, and, unless asked otherwise, no exact one."""
     _require_finite(checkpoint, chosen)
@@ -358,7 +360,7 @@ def _require_reciprocals(
     )
 
 
-def _require_finite(checkpoint: Checkpoint, chosen: list[ChosenModule]) -> None:
+def _require_finite(checkpoint: Checkpoint, chosen: list[ConvertedModule]) -> None:
     for linear, form in chosen:
         for part in (_TENSOR, _INPUT):
             entry = linear.weight.form.parts.get(part)

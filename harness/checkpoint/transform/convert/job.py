@@ -31,7 +31,7 @@ from degarble.harness.checkpoint.transform.convert.deepgemm_wo_a import to_deepg
 from degarble.harness.checkpoint.transform.convert.dialect_configs import stated_configs
 from degarble.harness.checkpoint.transform.convert.dialects import (
     DIALECTS,
-    ChosenModule,
+    ConvertedModule,
     chosen_modules,
     moved_scales,
     to_dialect,
@@ -215,7 +215,7 @@ class ConversionJob(Transform):
         )
 
     @cached_property
-    def chosen(self) -> list[ChosenModule]:
+    def chosen(self) -> list[ConvertedModule]:
         """The modules of a conversion between dialects."""
         return chosen_modules(self.checkpoint, self.to)
 
