@@ -93,6 +93,7 @@ if TYPE_CHECKING:
 _MOST_RANKS = 4096
 _TAKING_NUMBERS = frozenset({"traced.linear", "traced.experts"})  # and may quantise them
 _LISTED = 6  # components that a note names
+_FEWEST, _UNLIKE = 3, 0.5  # outputs, and the cosine at their median, that tell models apart
 _EARLIER = 4  # earlier calls kept with a wrong input: stale values come from these
 
 
@@ -589,7 +590,7 @@ class Localisation:
         apart = self._run.facts.get("ranks_apart")
         if isinstance(apart, list) and apart:
             self._notes.append(f"{len(apart)} copies differ between ranks, such as {apart[0]}")
-        self._notes += [*_replayed(self._run), *_measured(rows)]
+        self._notes += [*_replayed(self._run), *_measured(rows), *_other_reference(rows)]
         first = None
         for component in judged:
             first = earlier_of(first, component.non_finite)
@@ -752,6 +753,22 @@ def _measured(rows: Sequence[OutputRow]) -> list[str]:
     several = f"{len(names)} components were" if len(names) > 1 else "1 component was"
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
     return [f"{several} judged by a measured budget, not by a derived one: {listed}"]
+
+
+def _other_reference(rows: Sequence[OutputRow]) -> list[str]:
+    """Return the note on a reference whose weights compute something else than the twin's."""
+    pairs = (row.cosines.get(PAIRS[2]) for row in rows if row.component.weights)
+    cosines = [float(pair.cosine) for pair in pairs if pair is not None]
+    known = sorted(cosine for cosine in cosines if math.isfinite(cosine))
+    if len(known) < _FEWEST or known[len(known) // 2] > _UNLIKE:
+        return []
+    middle = known[len(known) // 2]
+    note = (
+        f"twin and reference have little in common: a cosine of {middle:.2f} at the median of"
+        f" {len(known)} outputs that weights decide. It is another model's, or the checkpoint is"
+        " not what was made of it: degarble audit CKPT --against REFERENCE tells"
+    )
+    return [note]
 
 
 def _replayed(run: RecordedRun) -> list[str]:
