@@ -42,6 +42,7 @@ from degarble.harness.engine.faults.regions import apart, flat
 from degarble.harness.engine.faults.registry import faults_for
 from degarble.harness.engine.faults.traced.inputs import taken_anew
 from degarble.harness.engine.faults.weight_faults import remembering
+from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.engine.recover.described import describe, in_some_rows
 from degarble.harness.engine.recover.lacking import lacking
 from degarble.harness.report.number_text import number, share
@@ -420,7 +421,21 @@ def _parts(
     context: ComponentContext, apart: Sequence[CallRecord]
 ) -> list[tuple[str, list[CallRecord]]]:
     """Return the calls, the sequences and the rows that differ, where the others are healthy."""
-    return [*differing_parts(context, apart), *_struck_part(context, together(context, apart))]
+    found = list(differing_parts(context, apart))
+    for words, part in _struck_part(context, together(context, apart)):
+        if not found or not _are_same(together(context, found[-1][1]), part):
+            found.append((words, part))
+    return found
+
+
+def _are_same(calls: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
+    """Tell whether records hold the same numbers, their rows divided into calls or not."""
+    return len(calls) == len(others) and all(
+        one.keys() == other.keys()
+        and all(same_bits(tensor, other[name]) for name, tensor in one.items())
+        for a, b in zip(calls, others, strict=True)
+        for one, other in ((a.inputs, b.inputs), (a.outputs, b.outputs), (a.held, b.held))
+    )
 
 
 def _in_a_part(

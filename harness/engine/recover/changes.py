@@ -67,6 +67,7 @@ class OperandChange:
     constant: bool = False
     table: tuple[str, ...] = field(default=(), metadata={"stated": False})
     gain: float | None = None  # a factor on these numbers, which is to be fitted
+    by_row: bool = field(default=False, metadata={"stated": False})  # a row needs no other one
 
     def numbers(self, operand: StoredOperand) -> Tensor:
         """Return the numbers [R, K] that were multiplied."""
@@ -202,8 +203,11 @@ def _spread(equations: Equations, wrong: Tensor) -> Tensor:
 
 
 def _given(equations: Equations, change: OperandChange) -> float:
+    operand, rows = equations.operand, equations.rows
     try:
-        return equations.given_by(change.numbers(equations.operand)[equations.rows])
+        if change.by_row:
+            return equations.given_by(change.numbers(operand.of_rows(rows)))
+        return equations.given_by(change.numbers(operand)[rows])
     except CANNOT_RUN:
         return 0.0
 
@@ -290,17 +294,21 @@ def _columns_of(of: Callable[[int], Tensor], matrix: Tensor) -> Tensor:
 
 def _by_functions(operand: StoredOperand) -> Iterator[OperandChange]:
     for each in functions():
-        yield OperandChange(f"every number is {each.words}", partial(on_numbers, each.apply))
+        yield OperandChange(
+            f"every number is {each.words}", partial(on_numbers, each.apply), by_row=True
+        )
     if operand.form is None:
         return
     for each in functions():
         yield OperandChange(
             f"every element times its block scale is {each.words}",
             partial(_on_scaled_elements, each.apply),
+            by_row=True,
         )
         yield OperandChange(
             f"every product of block scale and tensor scale is {each.words}",
             partial(_on_scale_products, each.apply),
+            by_row=True,
         )
 
 
@@ -457,6 +465,7 @@ def _named_scales(operand: StoredOperand, solved: _Solved) -> Iterator[OperandCh
                 f"block scales are {each.words}",
                 partial(_on_scales, each.apply),
                 gain=factor,
+                by_row=True,
             )
     codes, form = operand.scale_codes, operand.form
     if codes is None or form is None:
@@ -467,6 +476,7 @@ def _named_scales(operand: StoredOperand, solved: _Solved) -> Iterator[OperandCh
                 f"block scales are {each.words}",
                 partial(_on_scale_codes, each.apply),
                 gain=factor,
+                by_row=True,
             )
     yield from _clamped(operand, solved)
     yield from _table_of_scales(operand, solved)
@@ -657,6 +667,7 @@ def _by_elements(some: Equations) -> Iterator[OperandChange]:
                 f"elements are {each.words}",
                 partial(_on_elements, each.apply),
                 gain=factor,
+                by_row=True,
             )
     for each in readings(form.element):
         for factor in _factors(each.apply(asked), used, error):
@@ -664,6 +675,7 @@ def _by_elements(some: Equations) -> Iterator[OperandChange]:
                 f"elements are {each.words}",
                 partial(_on_codes, each.apply),
                 gain=factor,
+                by_row=True,
             )
     read, lines = {}, []
     for code, own, value, slack in zip(
@@ -690,6 +702,7 @@ def _by_half_of_elements(some: Equations) -> Iterator[OperandChange]:
             yield OperandChange(
                 f"elements in {words} columns are {each.words}",
                 partial(_on_elements, partial(_in_columns, chosen, each.apply)),
+                by_row=True,
             )
 
 

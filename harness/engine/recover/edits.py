@@ -38,6 +38,7 @@ from degarble.harness.engine.faults.weight_faults import numbers_of
 from degarble.harness.engine.recover.changes import requantised
 from degarble.harness.engine.recover.maps import simplest
 from degarble.harness.engine.recover.numbers import functions, places
+from degarble.harness.engine.recover.products import views_of
 from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
@@ -105,7 +106,7 @@ def _left(context: ComponentContext, sample: Sample, variant: FaultVariant) -> f
 
 def _edits(context: ComponentContext, sample: Sample, record: CallRecord) -> Iterator[FaultVariant]:
     yield from _passed(sample.record)
-    yield from _of_weights(context)
+    yield from _of_weights(context, record)
     yield from _of_inputs(sample.record)
     yield from _scaled_inputs(context, sample)
     yield from _of_positions(context, sample, record)
@@ -152,8 +153,8 @@ def _exchanged(one: str, other: str, _inputs: Tensors, outputs: Tensors) -> Tens
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def _of_weights(context: ComponentContext) -> Iterator[FaultVariant]:
-    """Vectors and tables are changed whole; matrices of products are solved for elsewhere."""
+def _of_weights(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    """Vectors and tables are changed whole; matrices of products are tried row by row elsewhere."""
     weights = dict(context.weights)
     for name in context.bound.calls:
         sibling = context.sibling(name) if name != context.name else None
@@ -164,7 +165,9 @@ def _of_weights(context: ComponentContext) -> Iterator[FaultVariant]:
         )
     few = {name: weight for name, weight in weights.items() if len(weight.shape) == 1}
     if len(weights) <= 4:
-        few = {name: weight for name, weight in weights.items() if not weight.is_quantised}
+        multiplied = {view.name for view in views_of(context, record) if bool(view.wrong.any())}
+        plain = {name: weight for name, weight in weights.items() if not weight.is_quantised}
+        few = {name: weight for name, weight in plain.items() if name not in multiplied}
     groups: list[tuple[str, ...]] = [(name,) for name in few]
     if len(few) > 1:
         groups.append(tuple(few))

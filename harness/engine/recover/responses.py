@@ -135,14 +135,12 @@ class _Solver:
         left: Tensor = (self._seen.outputs - self._made(self._x)) * self._weigh
         return left.nan_to_num(0, 0, 0)
 
-    def _newton(
-        self, columns: Tensor, answers: Tensor, *, sizeless: bool = False
-    ) -> tuple[bool, Tensor]:
-        """Change some columns until outputs are as seen; return whether they are, and errors.
+    def _newton(self, columns: Tensor, answers: Tensor, *, sizeless: bool = False) -> Tensor | None:
+        """Change some columns until outputs are as seen; return errors, None where they are not.
 
         Rows of which the size does not matter keep it.
         """
-        held = None
+        gram, size = answers, answers
         for _ in range(TURNS):
             gram = answers.transpose(1, 2) @ answers
             size = gram.diagonal(dim1=1, dim2=2).clamp(min=_TINY).rsqrt()
@@ -151,12 +149,11 @@ class _Solver:
                 along = torch.nn.functional.normalize(self._x / size, dim=1)
                 gram = gram + along[:, :, None] * along[:, None]
             gram = gram + 1e-10 * torch.eye(len(columns), dtype=gram.dtype)
-            inverse = torch.linalg.inv(gram)
-            held = inverse.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt() * size
             left = self._left()
             if float(left.abs().max()) <= 1.0:
                 break
-            step = (inverse @ (answers.transpose(1, 2) @ left[..., None] * size[..., None]))[..., 0]
+            across = answers.transpose(1, 2) @ left[..., None] * size[..., None]
+            step = torch.linalg.solve(gram, across)[..., 0]
             x = self._x.clone()
             x[:, columns] += step * size
             before, self._x = self._x, x
@@ -170,8 +167,12 @@ class _Solver:
                 elif float(after.norm()) > STALLED * float(left.norm()) and far > FAR:
                     break
                 answers = self.answers(columns)
-        assert held is not None, "there are turns"
-        return float(self._left().abs().max()) <= 1.0, held
+        if float(self._left().abs().max()) > 1.0:
+            return None
+        # Inverting costs three times what solving does, so it is done where numbers are known.
+        inverse = torch.linalg.inv(gram)
+        error: Tensor = inverse.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt() * size
+        return error
 
     def in_few(self, answers: Tensor) -> Sides | None:
         """Return the input with other numbers in a few columns, the same ones in all rows."""
@@ -185,8 +186,8 @@ class _Solver:
             chosen.append(int(gain.argmax()))
             self._x = self._right
             columns = torch.tensor(chosen)
-            done, error = self._newton(columns, answers[..., columns])
-            if done:
+            error = self._newton(columns, answers[..., columns])
+            if error is not None:
                 errors = torch.zeros_like(self._right)
                 errors[:, columns] = error
                 return self._sides(self._x, errors)
@@ -199,10 +200,10 @@ class _Solver:
         along = (answers @ self._right[..., None])[..., 0].norm(dim=1)
         every = answers.norm(dim=(1, 2)) * self._right.norm(dim=1) / len(columns) ** 0.5
         sizeless = bool((along < 1e-3 * every).all())
-        done, error = self._newton(columns, answers, sizeless=sizeless)
-        if not done and self._begin_as_seen():
-            done, error = self._newton(columns, self.answers(columns), sizeless=sizeless)
-        if not done:
+        error = self._newton(columns, answers, sizeless=sizeless)
+        if error is None and self._begin_as_seen():
+            error = self._newton(columns, self.answers(columns), sizeless=sizeless)
+        if error is None:
             return
         size = self._x.norm(dim=1, keepdim=True)
         if not sizeless:

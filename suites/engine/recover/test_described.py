@@ -16,6 +16,7 @@ from degarble.harness.engine.faults.model_faults import (
     with_outputs,
     with_weights,
 )
+from degarble.harness.engine.recover import edits
 from degarble.harness.engine.recover.described import Described, describe, in_some_rows
 from degarble.harness.engine.recover.maps import Sides, maps_of, moved
 from degarble.suites.campaigns.causes.recovered_weights import edited, recovered
@@ -289,6 +290,19 @@ def test_a_call_that_puts_out_no_entry_has_nothing_to_describe() -> None:
 
 
 # ---- where the search for known faults ends ------------------------------------------------------
+
+
+def test_weights_that_are_solved_for_are_not_edited_as_well() -> None:
+    name = "layers.1.ffn.gate"  # plain BF16
+    doubled = FaultVariant(
+        "doubled", with_outputs(lambda _, made: {n: t * 2 for n, t in made.items()})
+    )
+    context = model().naming(name)
+    for variant in (None, doubled):
+        (record,) = together(context, model().sights(name, variant))
+        tried = [each.words for each in edits._of_weights(context, record)]
+        edited = any(words.startswith("every number of layers.1.ffn.gate is") for words in tried)
+        assert edited is (variant is None)
 
 
 def test_a_diagnosis_describes_where_no_fault_is_named() -> None:
