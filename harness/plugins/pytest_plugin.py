@@ -89,7 +89,7 @@ def night_options(config: pytest.Config) -> NightOptions:
         commit=said["--commit"] or "",
         subject=said["--subject"] or "",
         summary=_night_path(said["--summary"]),
-        within=_within(said["--within"]),
+        within=read_within(said["--within"]),
     )
 
 
@@ -97,7 +97,7 @@ def _night_path(value: str | None) -> Path | None:
     return Path(value).absolute() if value else None
 
 
-def _within(value: str | None) -> float | None:
+def read_within(value: str | None) -> float | None:
     """Read a time such as 2h, 1h30m, 45m or 90s."""
     if value is None:
         return None

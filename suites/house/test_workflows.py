@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -165,6 +166,37 @@ def test_a_wrong_variable_is_refused(variables: dict[str, str], said: str, tmp_p
     assert done.returncode == 2
     assert done.stderr == f"nightly: {said}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("within", "limits"), [("2h", ["3300s", "6000s"]), ("soon", ["soon", "soon"]), ("", [])]
+)
+def test_nights_of_the_embedded_model_share_a_limit(
+    within: str, limits: list[str], tmp_path: Path
+) -> None:
+    """Ten minutes pass whenever the script looks at the clock."""
+    script = tmp_path / ".ci" / "nightly"
+    program(script, (ROOT / ".ci" / "nightly").read_text(encoding="utf-8"))
+    bin_, notes, clock = tmp_path / ".venv" / "bin", tmp_path / "notes", tmp_path / "clock"
+    python = f'[ "$1" = -c ] && exec {sys.executable} "$@"; echo "$*" >>{notes}'
+    program(bin_ / "python", python)
+    program(bin_ / "degarble", "exit 0")
+    program(tmp_path / "programs" / "date", f"echo >>{clock}; echo $((600 * $(wc -l <{clock})))")
+    environment = {
+        **os.environ, "PATH": f"{tmp_path / 'programs'}:{os.environ['PATH']}", "WITHIN": within,
+        "DEVICE": "night", "CHECKPOINT": "", "COMMIT": "a", "OUT": str(tmp_path / "out"),
+    }  # fmt: skip
+    done = subprocess.run([script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    nights = notes.read_text(encoding="utf-8")
+    assert nights.count("-m pytest") == 2
+    assert re.findall(r"--within (\S+)", nights) == limits
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a b200: it would begin")

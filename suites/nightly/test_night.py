@@ -44,7 +44,7 @@ from degarble.harness.nightly.night import (
 from degarble.harness.nightly.pages import markdown, page_of, write_night
 from degarble.harness.nightly.steps import captures, environment, history, ledger
 from degarble.harness.nightly.table import STEPS, follow, lead, over_ranks
-from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions, _within
+from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions, read_within
 from degarble.harness.report.page import PanelKind
 from degarble.harness.report.verdict import NO_ERRORS, Verdict
 from degarble.suites.checkpoint.reading_cases import TINY_V4
@@ -332,13 +332,13 @@ def test_a_check_that_judged_nothing_is_no_measure_of_its_time(tmp_path: Path) -
     ("text", "seconds"), [("2h", 7200.0), ("1h30m", 5400.0), ("45m", 2700.0), ("90s", 90.0)]
 )
 def test_a_limit_is_read(text: str, seconds: float) -> None:
-    assert _within(text) == seconds
+    assert read_within(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0h", "two hours", "2", "-1h", "1m2h"])
 def test_a_limit_that_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--within"):
-        _within(text)
+        read_within(text)
 
 
 def test_a_half_written_step_runs_again(tmp_path: Path) -> None:
