@@ -146,7 +146,7 @@ def compress_folder(folder: Path, preset: str, group_size: int | None = None) ->
         key
         for key, value in state.items()
         if value.ndim == 2
-        and not any(word in key for word in ("embed", "lm_head", ".gate.", "norm"))
+        and not any(word in key for word in ("embed", "lm_head", ".gate.", "norm", "bias"))
         and not value.shape[1] % (scheme.weights.group_size or 16)
     }
     made = {key: value for key, value in state.items() if key not in linears}
