@@ -32,6 +32,9 @@ _BEFORE = 4  # tokens before a border, where decoding begins
 _SALTED = 4  # prompts of the cache's checks
 _DECODED, _AHEAD = 12, 4  # tokens that become part of a prompt, and that are compared after it
 _EQUAL = 1e-9
+# First words or tokens of a long prompt that are left out, so that no cached prefix moves the
+# borders at which prefill cuts it: two prompts have equal digits only with equal borders.
+_LEFT_OUT = (7, 13)
 
 
 def repeats(session: Session, result: ProbedCheck) -> None:
@@ -246,12 +249,14 @@ def _ask_similar(
 def long_context(session: Session, result: ProbedCheck) -> None:
     """Exchange a quarter of a long prompt: every quarter has to matter."""
     longest = session.most_tokens - _AHEAD
-    for length in sorted({min(512, longest), longest}):
+    for length, left_out in zip(sorted({min(512, longest), longest}), _LEFT_OUT, strict=False):
         ids, other = session.cut(length), session.cut(session.most_tokens - _AHEAD, first=1)
         if isinstance(ids, tuple) and isinstance(other, tuple):
+            ids, other = ids[left_out:], other[left_out:]
             _ask_quarters(session, result, ids, _quarters(ids, other))
         else:
             whole, text = session.about(length), session.about(session.most_tokens, first=1)
+            whole, text = (" ".join(each.split(" ")[left_out:]) for each in (whole, text))
             _ask_quarters(session, result, whole, _word_quarters(whole, text))
 
 

@@ -254,7 +254,7 @@ def _explored(client: Client, model: str | None, texts: Sequence[Prompt]) -> Pro
     server = ProbedServer(client)
     find_model(server, model)
     text = _find_completions(server, texts)
-    _find_chat(server, text)
+    _find_chat(server, text, texts)
     if not server.offers("completions"):
         if not server.offers("chat"):
             reason = f"completions: {server.lacks['completions']}; chat: {server.lacks['chat']}"
@@ -415,26 +415,26 @@ def _keeps_tokens(server: ProbedServer, text: Prompt, answer: Answer) -> bool:
     return all(map(same_token, (p.token for p in found), (p.token for p in answer.positions)))
 
 
-def _find_chat(server: ProbedServer, text: Prompt) -> None:
+def _find_chat(server: ProbedServer, text: Prompt, texts: Sequence[Prompt]) -> None:
     if isinstance(text, tuple):
         server.lacks |= dict.fromkeys(("chat", "chat log-probabilities"), NO_TOKENIZER)
         return
-    hello = [{"role": "user", "content": text}]
-    body: dict[str, Any] = {"model": server.model, "messages": hello, "max_tokens": 1}
-    reply = server.client.ask(CHAT, body | {"temperature": 0})
+    body: dict[str, Any] = {"model": server.model, "max_tokens": 1, "temperature": 0}
+    reply = server.client.ask(CHAT, body | {"messages": [{"role": "user", "content": text}]})
     if reply.status != 200:
         server.lacks |= dict.fromkeys(("chat", "chat log-probabilities"), reply.reason)
         return
     top = server.top or _TOPS[1]
-    reply = server.client.ask(CHAT, body | {"logprobs": True, "top_logprobs": top})
-    if reply.status == 200:
-        answer = AnswerReader(CHAT).answers(reply)[0]
-        if answer.positions and answer.positions[0].top:
-            server.top = top
-            return
-    server.lacks["chat log-probabilities"] = (
-        reply.reason if reply.status != 200 else "none came back"
-    )
+    body |= {"logprobs": True, "top_logprobs": top}
+    for words in (text, *(other for other in texts if other != text))[:_TEXTS]:
+        reply = server.client.ask(CHAT, body | {"messages": [{"role": "user", "content": words}]})
+        answer = AnswerReader(CHAT).answers(reply)[0] if reply.status == 200 else None
+        if answer is None or answer.text or answer.positions:
+            break  # else it ended at once: another text may be continued
+    if answer is not None and answer.positions and answer.positions[0].top:
+        server.top = top
+        return
+    server.lacks["chat log-probabilities"] = reply.reason if answer is None else "none came back"
 
 
 def _find_fields(server: ProbedServer, text: Prompt) -> None:

@@ -14,11 +14,12 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.cli.commands.probing import read_prompts
 from degarble.harness.probe.against import against, judge_against, local_side
 from degarble.harness.probe.client import Client, RequestLimits
-from degarble.harness.probe.judging import Status, limit_of
+from degarble.harness.probe.judging import ProbedCheck, Status, limit_of
 from degarble.harness.probe.local import LocalSide
 from degarble.harness.probe.passages import PASSAGES
 from degarble.harness.probe.probe import CHECKS, ProbeResult, probe
 from degarble.harness.probe.report import sentence_of
+from degarble.harness.probe.routes import long_context
 from degarble.harness.probe.server import NO_TOKENIZER, Ask, ProbedServer, explore
 from degarble.harness.probe.session import DEFAULT, OWN_IDS, ProbeOptions, Session
 from degarble.harness.report.verdict import Verdict
@@ -120,6 +121,43 @@ def test_a_server_without_a_tokenizer_is_judged(model: OpenModel) -> None:
     assert skipped == {"stops", "chat"}  # both need texts
     found = by_ids(model, fault("batch-dependent kernel").manner)
     assert found.verdict is not Verdict.AGREES
+
+
+def test_a_chat_that_ends_at_once_is_asked_with_another_text(model: OpenModel) -> None:
+    asked: list[str] = []
+
+    def ended(body: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+        if "messages" in body and len(asked) < 3:
+            asked.append(body["messages"][0]["content"])
+            found["choices"][0] |= {"message": {"content": ""}, "logprobs": {"content": []}}
+        return found
+
+    with serving(model, SMALL, Manner(engine=ScoringEngine, answer=ended)) as url:
+        server = explore(Client(url, None, RequestLimits(rate=1e6)), None, texts(3)[:4])
+    assert (len(asked), len(set(asked))) == (3, 2)  # the first one is asked without scores as well
+    assert server.offers("chat log-probabilities")
+
+
+def test_nothing_else_begins_as_long_prompts_do(model: OpenModel) -> None:
+    """A cached prefix would move the borders at which they are cut."""
+    options = ProbeOptions(texts(3), max_prompt_tokens=140, new_tokens=4)
+    with serving(model, SMALL, Manner(engine=ScoringEngine)) as url:
+        server = explore(Client(url, None, RequestLimits(rate=1e6)), None, options.texts)
+        server.seen.clear()
+        long_context(Session(server, options), ProbedCheck("long"))
+    asked = [body["prompt"] for body, _ in server.seen if not body.get("echo")]
+    begun = {" ".join(prompt.split()[:4]) for prompt in asked}
+    assert len(begun) > 1
+    assert begun.isdisjoint(" ".join(text.split()[:4]) for text in texts(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["window of a few tokens", "chat by another template"])
+def test_a_fault_is_found_on_a_model_that_hides_it(model: OpenModel, name: str) -> None:
+    """Of another alignment of cached prefixes, and with a chat that ends at once."""
+    seed = 4003 + [each.name for each in FAULTS].index(name)
+    result = session(model, SmallConfig(seed, experts=seed % 2 == 0), fault(name).manner)
+    assert {finding.check for finding in result.findings} & set(fault(name).found_by)
 
 
 def test_what_was_gathered_stays_when_the_limit_is_reached(model: OpenModel) -> None:
