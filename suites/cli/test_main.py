@@ -353,7 +353,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SLOW = (303721, 700125)  # a cause of what they damaged is searched for to the end
+SLOW = (3039, 303721, 700125)  # a cause of what they damaged is searched for to the end
 
 
 def _seeds(*seeds: int) -> list[Any]:

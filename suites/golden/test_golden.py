@@ -30,7 +30,8 @@ def test_documents_have_the_same_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["healthy", "demo", pytest.param("faults", marks=pytest.mark.slow)]
+    "part",
+    ["healthy", *(pytest.param(part, marks=pytest.mark.slow) for part in ("demo", "faults"))],
 )
 def test_judgements_are_as_kept(part: str, tmp_path: Path) -> None:
     files = verdicts.as_files(part, verdicts.JUDGED[part](tmp_path))
