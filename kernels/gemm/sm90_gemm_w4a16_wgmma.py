@@ -7,16 +7,16 @@ a block scale. Code times block scale is exact in BF16, so only the sums over K,
 w4a16_wgmma_problem, and the output round. The sign bit of a scale is ignored.
 Roles: `form.groups` warpgroups multiply 64 outputs each; `form.permuting` warps put activations in
   order, in place; one more warp issues TMA. A cluster of `ranks` thread blocks shares K.
-Pipeline: `form.stages` stages of 64 numbers of K, activations and codes; full: 1 arrival plus
+Pipeline: `form.stages` stages of 128 numbers of K, activations and codes; full: 1 arrival plus
   bytes; ready: one arrival per permuting warp (after a fence to the async proxy); empty: one
-  arrival per multiplying warp. Scales of 256 numbers of K are copied with the
-  first of their four stages, to one of four slots; a slot is free when its next chunk is asked for,
-  since stages are released in order.
-Order: set up barriers; PDL: release the next launch, ask L2 for the first stages' weights, wait for
-  the launch before; the loading warp waits for space and issues boxes; a warpgroup decodes a stage
-  into one of two fragments while the wgmma of the stage before runs, waits for those, releases
-  their stage, issues its own; sums replace the stages in shared memory; thread block or cluster
-  barrier; all threads add the runs in order, scale, round, write.
+  arrival per multiplying warp. Scales of 256 numbers of K are copied with the first of their two
+  stages, to one of four slots; stages are released in order, so a slot is free when its next chunk
+  is copied.
+Order: set up barriers; PDL: release the next launch, prefetch the first stages' weights to L2, wait
+  for the launch before; the loading warp waits for space and issues boxes; a warpgroup decodes half
+  a stage into its fragment while the other half's wgmma run, and releases a stage once its wgmma
+  have ended; sums replace the stages in shared memory; thread block or cluster barrier; all threads
+  add the runs in order, scale, round, write.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
 graph. Shape letters: M rows, N outputs, K columns, P = K / 2 bytes.
@@ -162,7 +162,7 @@ def copy_scales(
 def ask_early(
     views: WgmmaViews, feedings: WgmmaFeedings, place: WgmmaPlace, run: Any, form: cutlass.Constexpr
 ) -> None:
-    """Ask L2 for the weights of the first stages, before the previous launch has ended."""
+    """Prefetch the first stages' weights to L2, before the previous launch has ended."""
     first, steps = run
     for number in cutlass.range(Int32(0), cutlass.min(steps, form.stages), unroll=1):
         step = first + number

@@ -35,7 +35,7 @@ SCALE_BYTES = CHUNK // BLOCK  # of a row in a chunk
 SCALE_ROWS = SWIZZLE_128X4.row_tile
 SCALE_TILE_BYTES = SCALE_ROWS * SCALE_BYTES
 SLOTS = 4  # chunks of scales in shared memory
-# So that a slot is free when its next chunk is asked for.
+# So that a slot is free when its next chunk is copied.
 MOST_STAGES = SLOTS * STEPS_OF_CHUNK - (STEPS_OF_CHUNK - 1)
 BARRIER_BYTES = 384  # 16 full, 16 empty and 16 ready barriers
 GROUPS = (2, 3, 4, 1)  # warpgroups that multiply; of equal choices the first stands
@@ -98,7 +98,8 @@ class W4A16WgmmaForm:
     @property
     def scale_tiles(self) -> int:
         """Return the tiles of 128 rows of scales that a thread block's outputs meet."""
-        return self.groups // 2 + self.groups % 2
+        tiles: int = ceil_div(ROWS * self.groups, SCALE_ROWS)
+        return tiles
 
     @property
     def scale_boxes(self) -> int:

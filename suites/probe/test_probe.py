@@ -134,7 +134,7 @@ def test_a_chat_that_ends_at_once_is_asked_with_another_text(model: OpenModel) -
 
     with serving(model, SMALL, Manner(engine=ScoringEngine, answer=ended)) as url:
         server = explore(Client(url, None, RequestLimits(rate=1e6)), None, texts(3)[:4])
-    assert (len(asked), len(set(asked))) == (3, 2)  # the first one is asked without scores as well
+    assert (len(asked), len(set(asked))) == (3, 2)  # the first is sent without scores too
     assert server.offers("chat log-probabilities")
 
 

@@ -17,6 +17,7 @@ from degarble.harness.backends.graph.matrices import (
     FEW_ROWS,
     TILES,
     VERY_FEW_ROWS,
+    W4A16,
     Experts,
     by_gemv,
     experts_by_row,
@@ -321,8 +322,7 @@ class DecoderSteps(ABC):
 
     def splits(self, *lists: KeyList) -> int:
         """Return into how many parts a decoding step's keys are divided; 0: as the kernel does."""
-        few = self.few == few_rows_kernel(1)
-        return few_token_splits(lists, most=self.by_row) if few else 0
+        return few_token_splits(lists, most=self.by_row) if self.few == W4A16 else 0
 
     def normed(self, norm: NormWeight, x: Tensor, epsilon: float | None = None) -> Tensor:
         """Apply RMSNorm, with the config's epsilon unless another is given."""

@@ -576,7 +576,7 @@ def test_stages_of_wgmma_fit_and_their_copies_are_what_is_waited_for(
         form = wgmma.form_of(W4A16Problem(rows, 1000, 4096, layout), (groups, 2), "sm_90a")
         assert form.shared_bytes <= TARGETS["sm_90a"].shared_memory_bytes
         assert 2 <= form.stages <= wgmma.MOST_STAGES
-        # A slot of scales is free when the chunk that comes into it is asked for.
+        # A slot of scales is free when its next chunk is copied.
         assert form.stages <= (wgmma.SLOTS - 1) * wgmma.STEPS_OF_CHUNK + 1
         assert wgmma.HALVES * 2 * prod(wgmma.activation_box(form)) == form.activation_bytes
         assert 4 * prod(wgmma.code_box(form)) == form.code_bytes
