@@ -1,4 +1,4 @@
-"""FP8, NVFP4, MXFP4 and MXFP8 change their dialect: no value changes unless the user requests it."""
+"""FP8, NVFP4, MXFP4 and MXFP8 change their dialect: no value changes unless a user asks."""
 
 from __future__ import annotations
 
