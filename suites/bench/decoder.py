@@ -295,9 +295,10 @@ def for_products(weights: Any, products: str) -> Any:
 class Step:
     """One set: a layer, the launches that its step makes, and its weights."""
 
-    run: Callable[[], object]
+    run: Callable[..., object]  # of what layers share; without it, a layer computes that too
     calls: list[tuple[str, Any, dict[str, Any]]]
     weights: Any
+    shared: Callable[[], Any]  # what layers of a step share
 
 
 @dataclass(frozen=True)
@@ -312,10 +313,10 @@ class Given:
     context: int = CONTEXT
     products: str = TILES  # how NVFP4 is multiplied by NVFP4
 
-    def recorded(self, run: Callable[[], object], weights: Any) -> Step:
+    def recorded(self, run: Callable[..., object], weights: Any, shared: Callable[[], Any]) -> Step:
         self.kernels.calls = []
         run()
-        return Step(run, self.kernels.calls, weights)
+        return Step(run, self.kernels.calls, weights, shared)
 
 
 def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
@@ -335,13 +336,15 @@ def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
         streams = normal(lanes, config.hc_mult, config.hidden_size)
         sees_all = (block.ratio,) if block.ratio and not indexes else ()
 
-        def run(
-            s: Any = stepping, w: Any = weights, m: Any = memory, x: Any = streams,
-            far: Any = sees_all,
-        ) -> object:  # fmt: skip
-            return s.layer(w, m, s.lists(far), x)
+        lists = partial(stepping.lists, sees_all)
 
-        found.append(given.recorded(run, weights))
+        def run(
+            shared: Any = None, s: Any = stepping, w: Any = weights, m: Any = memory,
+            x: Any = streams, every: Any = lists,
+        ) -> object:  # fmt: skip
+            return s.layer(w, m, shared or every(), x)
+
+        found.append(given.recorded(run, weights, lists))
     return found
 
 
@@ -361,10 +364,15 @@ def steps_of_v32(given: Given, block: Block, lanes: int, rows: int) -> list[Step
         stepping.lanes.copy_step([7] * rows, list(first), range(rows) if alone else [0] * rows)
         pair = normal(rows, config.hidden_size), normal(rows, config.hidden_size)
 
-        def run(s: Any = stepping, w: Any = weights, m: Any = memory, given: Any = pair) -> object:
-            return s.layer(w, m, s.slots(WINDOW, 1, 1)[1], given)
+        slots = partial(stepping.slots, WINDOW, 1, 1)
 
-        found.append(given.recorded(run, weights))
+        def run(
+            shared: Any = None, s: Any = stepping, w: Any = weights, m: Any = memory,
+            given: Any = pair, every: Any = slots,
+        ) -> object:  # fmt: skip
+            return s.layer(w, m, (shared or every())[1], given)
+
+        found.append(given.recorded(run, weights, slots))
     return found
 
 

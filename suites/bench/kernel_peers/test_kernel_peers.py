@@ -415,12 +415,21 @@ def test_experts_are_given_to_marlin_whole(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_layers_take_the_next_buffers_of_their_kind() -> None:
     seen: list[str] = []
-    steps = {
-        kind: [decoder.Step(partial(seen.append, f"{kind}{n}"), [], ()) for n in range(2)]
-        for kind in "ab"
-    }
-    tokens.layers_call("abaab", steps)()
-    assert seen == ["a0", "b0", "a1", "a0", "b1"]
+
+    def step(kind: str, number: int) -> decoder.Step:
+        def run(shared: str) -> None:
+            seen.append(f"{kind}{number} {shared}")
+
+        def shared() -> str:
+            seen.append(f"lists of {kind}")
+            return f"with {kind}"
+
+        return decoder.Step(run, [], (), shared)
+
+    tokens.layers_call("abaab", {kind: [step(kind, 0), step(kind, 1)] for kind in "ab"})()
+    assert seen == [
+        "lists of a", "lists of b", "a0 with a", "b0 with b", "a1 with a", "a0 with a", "b1 with b",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -76,17 +76,21 @@ def visited_share(config: Any, tokens: int) -> float:
 
 
 def layers_call(kinds: Sequence[Any], steps: dict[Any, list[bench.Step]]) -> Callable[[], None]:
-    """Return all layers in order, each on the next buffer set of its kind."""
+    """Return all layers in order, each on the next buffer set of its kind.
+
+    What layers share is computed once for each kind of them.
+    """
     seen: Counter[Any] = Counter()
     runs = []
     for kind in kinds:
         several = steps[kind]
-        runs.append(several[seen[kind] % len(several)].run)
+        runs.append((kind, several[seen[kind] % len(several)].run))
         seen[kind] += 1
 
     def run() -> None:
-        for each in runs:
-            each()
+        shared = {kind: several[0].shared() for kind, several in steps.items()}
+        for kind, each in runs:
+            each(shared[kind])
 
     return run
 
