@@ -30,7 +30,7 @@ from degarble.harness.report.verdict import Verdict
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.suites.house.pages.command_line import commands, parameters
-from degarble.suites.house.repository import ROOT, modules, shown, tree
+from degarble.suites.house.repository import ROOT, modules, nodes, shown, tree
 from degarble.suites.support.families import LAYOUTS
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ def _variables() -> set[str]:
     for path in modules():
         if not shown(path).startswith(("harness", "kernels", "references", "reports")):
             continue
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        for node in nodes(tree(path), ast.Constant):
+            if isinstance(node.value, str):
                 text = node.value
                 if _OURS.fullmatch(text) or text in _FOREIGN_VARIABLES:
                     found.add(text)

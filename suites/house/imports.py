@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from degarble.suites.house.repository import nodes
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
@@ -26,17 +28,17 @@ def edges_of(source: ast.Module, known: Collection[str]) -> set[tuple[str, int]]
 
 
 def _imports(source: ast.Module) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(source):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                yield f"{PACKAGE}.<relative>", node.lineno
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
-        elif isinstance(node, ast.Call) and _is_import_call(node.func):
+    for plain in nodes(source, ast.Import):
+        yield from ((alias.name, plain.lineno) for alias in plain.names)
+    for named in nodes(source, ast.ImportFrom):
+        if named.level:
+            yield f"{PACKAGE}.<relative>", named.lineno
+        yield from ((f"{named.module}.{alias.name}", named.lineno) for alias in named.names)
+    for call in nodes(source, ast.Call):
+        if _is_import_call(call.func):
             yield from (
-                (argument.value, node.lineno)
-                for argument in node.args[:1]
+                (argument.value, call.lineno)
+                for argument in call.args[:1]
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
             )
 

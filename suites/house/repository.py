@@ -8,8 +8,13 @@ from __future__ import annotations
 import ast
 import gc
 import sys
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_PACKAGE = ROOT / ".types" / "degarble"  # degarble itself, beside links to the five folders
@@ -94,6 +99,29 @@ def _trees() -> dict[Path, ast.Module]:
         if "hypothesis" in sys.modules:  # conftest.py says why
             gc.freeze()
         gc.enable()
+
+
+def nodes(source: ast.Module, *kinds: type[ast.AST]) -> Iterator[Any]:
+    """Yield the nodes of these kinds, kind by kind; a tree is walked once for all who ask."""
+    found = _by_kind(source)
+    for kind in kinds:
+        yield from found.get(kind, ())
+
+
+@cache
+def _by_kind(source: ast.Module) -> dict[type[ast.AST], list[Any]]:
+    """Collect the nodes of a tree by their types, in the order of the text."""
+    found = defaultdict[type[ast.AST], list[Any]](list)
+    left: list[ast.AST] = [source]
+    while left:
+        node = left.pop()
+        found[type(node)].append(node)
+        for value in reversed(list(vars(node).values())):
+            if isinstance(value, list):
+                left += [each for each in reversed(value) if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST):
+                left.append(value)
+    return dict(found)
 
 
 def name_of(path: Path) -> str:

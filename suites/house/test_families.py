@@ -11,7 +11,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from degarble.harness.model.registry import entries
-from degarble.suites.house.repository import modules, name_of, tree
+from degarble.suites.house.repository import modules, name_of, nodes, tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -55,8 +55,7 @@ def family_classes(sources: Mapping[str, ast.Module]) -> dict[str, str]:
     classes = {
         node.name: (module, node)
         for module, source in sources.items()
-        for node in ast.walk(source)
-        if isinstance(node, ast.ClassDef)
+        for node in nodes(source, ast.ClassDef)
     }
     found = {name for name, (_, node) in classes.items() if _names_family(node)}
     while more := {
@@ -81,7 +80,7 @@ def questions(
     source: ast.Module, module: str, own: Mapping[str, str], names: frozenset[str]
 ) -> Iterator[str]:
     """Yield every check of a family's class or name, outside the folder that has it."""
-    for node in ast.walk(source):
+    for node in nodes(source, ast.Call, ast.MatchClass, ast.Compare):
         kinds = {_name(kind) for side in _checked(node) for kind in ast.walk(side)} & own.keys()
         foreign = {kind for kind in kinds if not module.startswith(f"{own[kind]}.")}
         for found in sorted(foreign | (_compared_names(node) & names)):

@@ -22,6 +22,7 @@ from degarble.suites.house.repository import (
     documents,
     modules,
     name_of,
+    nodes,
     package_files,
     shown,
     texts_beside,
@@ -90,15 +91,11 @@ def problem(name: str) -> str:
 
 def names_in(source: ast.Module) -> set[str]:
     """What a module binds at its top level, by any statement, or takes from elsewhere."""
-    found = set()
-    for node in ast.walk(source):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    return found
+    found = {n.name for n in nodes(source, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)}
+    found |= {node.id for node in nodes(source, ast.Name) if isinstance(node.ctx, ast.Store)}
+    imports = nodes(source, ast.Import, ast.ImportFrom)
+    aliases = [alias for node in imports for alias in node.names]
+    return found | {(alias.asname or alias.name).split(".")[0] for alias in aliases}
 
 
 def texts() -> Iterator[tuple[Path, str]]:

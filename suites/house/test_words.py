@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.suites.house.repository import modules, shown, texts, tree
+from degarble.suites.house.repository import modules, nodes, shown, texts, tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,8 +75,11 @@ NEEDED = {
 
 def forbidden_in(file: str, text: str) -> Iterator[str]:
     """Yield every forbidden word with its place and reason."""
-    for number, line in enumerate(text.splitlines(), 1):
-        for pattern, reason in FORBIDDEN.items():
+    near = {
+        each: reason for each, reason in FORBIDDEN.items() if re.search(each, text, re.MULTILINE)
+    }
+    for number, line in enumerate(text.splitlines() if near else (), 1):
+        for pattern, reason in near.items():
             match = re.search(pattern, line)
             if match:
                 yield f"{file}:{number}: {match.group()!r}: {reason}"
@@ -84,35 +87,32 @@ def forbidden_in(file: str, text: str) -> Iterator[str]:
 
 def american_names(file: str, source: ast.Module) -> Iterator[str]:
     """Yield names that we define in American spelling; names that we only call keep theirs."""
-    for node in ast.walk(source):
-        name = None
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            name = node.name
-        elif isinstance(node, ast.arg):
-            name = node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            name = node.id
-        if name and AMERICAN.search(name):
+    defined = nodes(source, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    named: list[tuple[ast.AST, str]] = [(node, node.name) for node in defined]
+    named += [(node, node.arg) for node in nodes(source, ast.arg)]
+    names = nodes(source, ast.Name)
+    named += [(node, node.id) for node in names if isinstance(node.ctx, ast.Store)]
+    for node, name in named:
+        if AMERICAN.search(name):
             yield f"{file}:{getattr(node, 'lineno', 0)}: {name}: British spelling in our own names"
 
 
 def unsafe_in(file: str, source: ast.Module) -> Iterator[str]:
     """Yield every use of a pickle, and every call that runs what it reads."""
-    for node in ast.walk(source):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name.split(".")[0] for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module.split(".")[0]]
-        for name in names:
-            if name in _PICKLES:
-                yield f"{file}:{getattr(node, 'lineno', 0)}: import of {name}: unpickling runs code"
-        if isinstance(node, ast.Call):
+    imports = [(n.lineno, alias.name) for n in nodes(source, ast.Import) for alias in n.names]
+    imports += [(n.lineno, n.module) for n in nodes(source, ast.ImportFrom) if n.module]
+    for line, module in imports:
+        name = module.split(".")[0]
+        if name in _PICKLES:
+            yield f"{file}:{line}: import of {name}: unpickling runs code"
+    last = {called.rpartition(".")[2] for called in _UNSAFE_CALLS}
+    for node in nodes(source, ast.Call):
+        if getattr(node.func, "attr", getattr(node.func, "id", "")) in last:
             called = ast.unparse(node.func)
             if called in _UNSAFE_CALLS:
                 yield f"{file}:{node.lineno}: {called}: {_UNSAFE_CALLS[called]}"
-            if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
-                yield f"{file}:{node.lineno}: allow_pickle: unpickling executes code"
+        if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
+            yield f"{file}:{node.lineno}: allow_pickle: unpickling executes code"
 
 
 def listed(lines: list[str]) -> str:
