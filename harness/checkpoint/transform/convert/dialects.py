@@ -17,7 +17,8 @@ torch/export; vLLM compressed_tensors_w4a4_nvfp4.py (process_weights_after_loadi
 from __future__ import annotations
 
 import shlex
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -107,14 +108,35 @@ def to_dialect(
     to: str, checkpoint: Checkpoint, options: ConversionOptions, _names: TargetNames
 ) -> Iterator[ConversionUnit]:
     """List one unit for each quantised module, and for each scale of a cache that is renamed."""
-    if dialect_of(checkpoint.quantisation) == to:
-        return
-    chosen = chosen_modules(checkpoint, to)
-    nearest = options.tensor_scales == "nearest"
-    _require_reciprocals(checkpoint, to, chosen, nearest=nearest)
-    for module in chosen:
-        yield _unit(checkpoint, to, module, nearest=nearest)
-    yield from _cache_units(checkpoint, to)
+    yield from DialectPlan(checkpoint, to).units(options)
+
+
+@dataclass(frozen=True)
+class DialectPlan:
+    """What a checkpoint becomes in a dialect; its modules and scales are looked at once."""
+
+    checkpoint: Checkpoint
+    to: str
+
+    @cached_property
+    def chosen(self) -> list[ConvertedModule]:
+        """Return the quantised modules."""
+        return chosen_modules(self.checkpoint, self.to)
+
+    @cached_property
+    def moved(self) -> dict[str, float]:
+        """Return the scales without an exact divisor."""
+        return moved_scales(self.checkpoint, self.to, self.chosen)
+
+    def units(self, options: ConversionOptions) -> Iterator[ConversionUnit]:
+        """List one unit for each quantised module, and for each scale that is renamed."""
+        if dialect_of(self.checkpoint.quantisation) == self.to:
+            return
+        nearest = options.tensor_scales == "nearest"
+        _require_reciprocals(self, nearest=nearest)
+        for module in self.chosen:
+            yield _unit(self.checkpoint, self.to, module, nearest=nearest)
+        yield from _cache_units(self.checkpoint, self.to)
 
 
 def chosen_modules(checkpoint: Checkpoint, to: str) -> list[ConvertedModule]:
@@ -340,12 +362,10 @@ def moved_scales(
     return found
 
 
-def _require_reciprocals(
-    checkpoint: Checkpoint, to: str, chosen: list[ConvertedModule], *, nearest: bool
-) -> None:
+def _require_reciprocals(plan: DialectPlan, *, nearest: bool) -> None:
     """Raise for scales that have no divisor, and, unless asked otherwise, no exact one."""
-    _require_finite(checkpoint, chosen)
-    moved = moved_scales(checkpoint, to, chosen)
+    _require_finite(plan.checkpoint, plan.chosen)
+    checkpoint, to, moved = plan.checkpoint, plan.to, plan.moved
     if not moved or nearest:
         return
     names = ", ".join(shown(name) for name in list(moved)[:_NAMED])

@@ -31,9 +31,7 @@ from degarble.harness.checkpoint.transform.convert.deepgemm_wo_a import to_deepg
 from degarble.harness.checkpoint.transform.convert.dialect_configs import stated_configs
 from degarble.harness.checkpoint.transform.convert.dialects import (
     DIALECTS,
-    ConvertedModule,
-    chosen_modules,
-    moved_scales,
+    DialectPlan,
     to_dialect,
 )
 from degarble.harness.checkpoint.transform.convert.formats import (
@@ -197,7 +195,7 @@ class ConversionJob(Transform):
     def units(self) -> tuple[ConversionUnit, ...]:
         """The units of the conversion, in the source's order."""
         position = {name: place for place, name in enumerate(self.checkpoint.entries)}
-        units = list(self.conversion.units(self.checkpoint, self.options, self.names))
+        units = list(self._listed())
         if not units:
             raise InvalidArgument(
                 f"what {self.to} would convert in {shown(str(self.source))}",
@@ -214,10 +212,15 @@ class ConversionJob(Transform):
             )
         )
 
+    def _listed(self) -> Iterator[ConversionUnit]:
+        if self.to in DIALECTS:
+            return self.dialect.units(self.options)
+        return self.conversion.units(self.checkpoint, self.options, self.names)
+
     @cached_property
-    def chosen(self) -> list[ConvertedModule]:
-        """The modules of a conversion between dialects."""
-        return chosen_modules(self.checkpoint, self.to)
+    def dialect(self) -> DialectPlan:
+        """The modules and scales of a conversion between dialects."""
+        return DialectPlan(self.checkpoint, self.to)
 
     @cached_property
     def left_out(self) -> Mapping[str, str]:
@@ -384,7 +387,7 @@ def _configs(job: ConversionJob) -> dict[str, bytes]:
                 )
             }
         if job.to in DIALECTS:
-            forms = {each.linear.module: each.form for each in job.chosen}
+            forms = {each.linear.module: each.form for each in job.dialect.chosen}
             told = stated_configs(job.checkpoint, job.to, forms)
             files = {CONFIG: _json(raw | {"quantization_config": told.config})}
             return files | ({HF_QUANT_CONFIG: _json(told.beside)} if told.beside else {})
@@ -465,7 +468,7 @@ def _require_one_way(job: ConversionJob, formats: Mapping[str, StoredFormat]) ->
 def _record(job: ConversionJob) -> dict[str, Any]:
     moved = {}
     if job.to in DIALECTS:
-        moved = {"moved_scales": moved_scales(job.checkpoint, job.to, job.chosen)}
+        moved = {"moved_scales": job.dialect.moved}
     return moved | {
         "schema": SCHEMA,
         "to": job.to,
