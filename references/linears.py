@@ -12,6 +12,7 @@ token's.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -334,7 +335,7 @@ class _Elements(NamedTuple):
         # Of several ranks each has a scale for its part of K.
         parts = 1 if form.block[0] == WHOLE else scale.shape[-1]
         extent = form.block[1] or columns // parts
-        cut = form.tensor_scale or form.block[1] % STAGE or (parts > 1 and extent % STAGE)
+        cut = form.tensor_scale or form.block[1] % STAGE
         if form.element is not E4M3 or codes.ndim != 2 or cut:
             return None
         values = scale if form.scale is FP32 else decode_array(scale, form.scale)
@@ -385,11 +386,14 @@ def short_summed_entry(
 
 def _short_sums(a: _Elements, b: _Elements, numerics: Numerics) -> Tensor:
     rule, in_stages = SHORT_SUMS[numerics.code_sums]
-    extent = STAGE if in_stages else min(a.extent, b.extent)
-    shape = len(a.codes), len(b.codes)
+    shape, columns = (len(a.codes), len(b.codes)), a.codes.shape[1]
     out = torch.zeros(shape, dtype=numerics.products, device=b.codes.device)
-    for begin in range(0, a.codes.shape[1], extent):
-        part = slice(begin, begin + extent)
+    begins = {*range(0, columns, a.extent), *range(0, columns, b.extent)}
+    if in_stages:  # a rank's part of K need not be in stages of 128, and begins with one of its own
+        for first in range(0, columns, a.extent):
+            begins |= {*range(first, min(first + a.extent, columns), STAGE)}
+    for begin, end in pairwise([*sorted(begins), columns]):
+        part = slice(begin, end)
         sums = tensor_core.short_sums(a.codes[:, part], b.codes[:, part], rule).to(out.dtype)
         x_scale, w_scale = a.scales[:, begin // a.extent], b.scales[:, begin // b.extent]
         out += sums * x_scale.to(out.dtype)[:, None] * w_scale.to(out.dtype)

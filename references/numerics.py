@@ -138,6 +138,7 @@ class Switches:
     expert_sums_stored: bool = False  # likewise, the sum over a token's experts after each one
     quantised_inputs: InputQuantisation = InputQuantisation.STATED  # of traced models
     expert_input_scale_shared: bool = False  # of traced models: the largest of a layer
+    expert_width_parts: int = 1  # of traced models: ranks that share each expert's width
     input_factors_applied: bool = True  # of traced models: else weights are decoded with them
     cache_quantised: bool = True  # of traced models: where the checkpoint states it
     code_sums: CodeSums = CodeSums.FLOAT32  # others: the short sums of Hopper's and Ada's FP8

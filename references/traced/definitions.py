@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _FEWEST = 6  # bits of the tokens of a trace at their exact number: chunks of recurrent operations
 NARROW = frozenset({torch.bfloat16, torch.float16})
+EXPERTS_OUT = "down_proj"  # what experts multiply last, whose inputs ranks may have in part
 
 
 class Roundings:
@@ -71,6 +72,11 @@ class Roundings:
         """Return the product of codes as a tensor core sums it, which is near the exact one."""
         del coded, product
         return summed
+
+    def over_ranks(self, product: Tensor, operands: tuple[Tensor, Tensor]) -> Tensor:
+        """Return a product x w^T to which several ranks may each contribute a term."""
+        del operands
+        return product
 
 
 class EachOperation(Roundings):
@@ -297,7 +303,7 @@ def experts(
         with _Storing(stored):
             gate = module._apply_gate if module.has_gate else module.act_fn  # noqa: SLF001
             hidden = gate(hidden)
-        made = _product(module, parameter, f"{prefix}.down_proj", number, hidden, stored)
+        made = _product(module, parameter, f"{prefix}.{EXPERTS_OUT}", number, hidden, stored)
         weighted = made * weights_TK[token, slot, None]
         if inputs["weights"].dtype in NARROW:
             weighted = stored(weighted)
@@ -321,6 +327,9 @@ def _product(
             summed = parameter.short_summed(name, expert, x, quantiser)
         if summed is not None:
             made = stored.roundings.summed(coded, made, summed.to(made.dtype))
+    if name.endswith(EXPERTS_OUT):
+        rows = weight.T if module.is_transposed else weight
+        made = stored.roundings.over_ranks(made, (coded, rows))
     made = stored(made)
     return stored(made + parameter.entry(f"{name}_bias", expert)) if module.has_bias else made
 

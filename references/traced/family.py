@@ -46,6 +46,7 @@ from degarble.references.linears import (
 from degarble.references.numerics import BlockScaleUse, DecodedOperands, InputQuantisation, cast
 from degarble.references.traced.attention import FIRST_KEY, MASK, admitted_keys
 from degarble.references.traced.definitions import (
+    EXPERTS_OUT,
     EachOperation,
     Roundings,
     cache_scale,
@@ -579,7 +580,10 @@ class ComponentParameters:
         if scale is not None and expert is not None and scale.ndim:
             shared = facts.numerics.switches.expert_input_scale_shared
             scale = scale.amax() if shared else scale[expert]
-        return facts.quantiser(form, None if scale is None else scale.float().reshape(()))
+        made = facts.quantiser(form, None if scale is None else scale.float().reshape(()))
+        within = expert is not None and name.endswith(EXPERTS_OUT)
+        parts = facts.numerics.switches.expert_width_parts if within else 1
+        return made if parts == 1 else replace(made, ranks=parts)
 
     def short_summed(
         self, name: str, number: int, x: Tensor, quantiser: InputQuantiser

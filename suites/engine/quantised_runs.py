@@ -163,7 +163,8 @@ class Emulation(NamedTuple):
 
     `stage` is the extent of K after which a tensor core's short sums are added to float32; `fused`
     experts store their activation and the sum over experts alone. `again`: weights are quantised
-    once more.
+    once more. `ranks` share what attention returns and the width of each expert, and quantise their
+    own parts of a token.
     """
 
     rounds: Rounds | None = emulated
@@ -171,6 +172,7 @@ class Emulation(NamedTuple):
     stage: int | None = None
     fused: bool = False
     again: bool = False
+    ranks: int = 1
 
 
 EXACT = Emulation(decoded=False)
@@ -279,8 +281,9 @@ class QuantisedRun:
                 quantised_again(values) if way.again and only(path) else values,
                 self.way,
                 self.scales[path],
-                way._replace(rounds=way.rounds if only(path) else None),
-            )
+                way._replace(rounds=None if not only(path)
+                             else _by_parts(way) if path.endswith("o_proj") else way.rounds),
+            )  # fmt: skip
             if way.stage is not None and only(path):
                 made = _short_forward(weight, self.way, self.scales[path], way.stage)
             module.forward = MethodType(made, module)
@@ -299,7 +302,8 @@ class QuantisedRun:
         def product(at: int, number: int, x: Tensor) -> Tensor:
             scale = scales[at]
             own = None if scale is None else scale[number]
-            given = x if way.rounds is None else way.rounds(x, self.way, own)
+            rounds = _by_parts(way) if at else way.rounds
+            given = x if rounds is None else rounds(x, self.way, own)
             dtype = x.dtype if way.decoded else torch.float32
             made = linear(given.to(dtype), weights[at][number].to(x.device, dtype))
             return made if way.fused else made.to(x.dtype)
@@ -333,6 +337,18 @@ class QuantisedRun:
     def judged(self, run: MemoryRun | None = None) -> Localised:
         """Localise what is wrong with a run."""
         return localise(self.twin(), self.recipe, run or self.run())
+
+
+def _by_parts(engine: Emulation) -> Rounds | None:
+    """Return the rounding of what each rank has of an input."""
+    rounds = engine.rounds
+    if rounds is None or engine.ranks == 1:
+        return rounds
+
+    def made(x: Tensor, way: Inputs, scale: Tensor | None) -> Tensor:
+        return torch.cat([rounds(part, way, scale) for part in x.chunk(engine.ranks, -1)], -1)
+
+    return made
 
 
 def _short_forward(

@@ -10,19 +10,21 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import ShapeMismatch, UnknownName
+from degarble.harness.engine.recover.operands import operand_of_input
 from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
     E2M1,
     E4M3,
     FP8_1X128_UE8M0,
+    FP8_ROW,
     MXFP4,
     NVFP4,
 )
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.weight import Weight
 from degarble.references import attention, compiled, linears, numerics
-from degarble.references.numerics import IndexerFormat, KeyValueCache, Numerics, compiles
+from degarble.references.numerics import CodeSums, IndexerFormat, KeyValueCache, Numerics, compiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +50,41 @@ def test_codes_stand_for_the_values_of_the_format(name: str, dtype: torch.dtype,
     expected = dequantise(quantise(x, BLOCK_FORMATS[name], **given), dtype)  # type: ignore[arg-type]
     assert torch.equal(linears.activation_values(made, name, dtype), expected)
     assert made["codes"].dtype is torch.uint8
+
+
+@pytest.mark.parametrize("sums", [CodeSums.HOPPER, CodeSums.HOPPER_IN_STAGES])
+def test_each_rank_sums_its_own_part_of_codes(sums: CodeSums, seed: int) -> None:
+    """Parts of K that are no multiple of 128 wide: each begins with a stage of its own."""
+    ranks, width = 2, 288
+    x, w = noise(3, ranks * width, seed=seed), noise(4, ranks * width, seed=seed + 1)
+    held = Numerics.twin().with_switches(code_sums=sums)
+    whole = quantise(w, FP8_ROW)
+    quantiser = linears.InputQuantiser("FP8_ROW", ranks=ranks)
+    made = linears.short_summed(quantiser.codes(x), "FP8_ROW", Weight.of(whole), held)
+    assert made is not None
+    expected = torch.zeros_like(made)
+    for rank in range(ranks):
+        part = slice(rank * width, (rank + 1) * width)
+        own = replace(whole, codes=whole.codes[:, part].contiguous(), shape=(4, width))
+        alone = replace(quantiser, ranks=1).codes(x[:, part])
+        term = linears.short_summed(alone, "FP8_ROW", Weight.of(own), held)
+        assert term is not None
+        expected += term
+    torch.testing.assert_close(made, expected, rtol=1e-12, atol=0)
+    exact = linears.matmul(quantiser(x), Weight.of(whole), replace(held, store=torch.float64))
+    assert not torch.equal(made, exact)
+
+
+def test_parts_of_a_token_have_scales_of_their_own(seed: int) -> None:
+    x = noise(3, 64, seed=seed) * torch.tensor([1.0, 100.0]).repeat_interleave(32)
+    for name in ("FP8_ROW", "INT8_ROW"):
+        quantiser = linears.InputQuantiser(name, ranks=2)
+        alone = replace(quantiser, ranks=1)
+        parts = [alone(part) for part in x.chunk(2, -1)]
+        assert torch.equal(quantiser(x), torch.cat(parts, -1))
+        assert not torch.equal(quantiser(x), alone(x))
+        operand = operand_of_input(quantiser.codes(x), name)
+        assert torch.equal(operand.numbers, quantiser(x))
 
 
 def test_without_input_scale_every_token_has_its_own(seed: int) -> None:

@@ -139,6 +139,7 @@ ELSEWHERE = {
     "input_factors_applied": "../engine/localise/test_input_factors.py",
     "quantised_inputs": "../engine/localise/test_quantised_inputs.py",
     "expert_input_scale_shared": "../engine/localise/test_quantised_inputs.py",
+    "expert_width_parts": "../engine/localise/test_quantised_inputs.py",
     "cache_quantised": "../engine/localise/test_quantised_caches.py",
 }
 

@@ -217,6 +217,7 @@ class MoERunner(nn.Module):
         self._first = rank.number * len(self.w13) if rank.by_expert else 0
         self._rank = rank
         self.router = Router(config)
+        self.multiply = product
         object.__setattr__(self, "_gate", gate)  # a module of the block, as in vLLM
 
     def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
@@ -228,9 +229,9 @@ class MoERunner(nn.Module):
         out = torch.zeros(hidden_states.shape, dtype=torch.float64)
         for number in range(len(self.w13)):
             row, slot = (experts == self._first + number).nonzero(as_tuple=True)
-            gate, up = product(hidden_states[row], self.w13[number]).float().chunk(2, -1)
+            gate, up = self.multiply(hidden_states[row], self.w13[number]).float().chunk(2, -1)
             inner = (torch.nn.functional.silu(gate) * up).to(hidden_states.dtype)
-            made = product(inner, self.w2[number]).double()
+            made = self.multiply(inner, self.w2[number]).double()
             out.index_add_(0, row, made * weights[row, slot, None].double())
         return self._rank.sum(out.to(hidden_states.dtype))
 

@@ -9,31 +9,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.number_formats import FP8_ROW
-from degarble.harness.formats.quantise import quantise
-from degarble.suites.support.engine_stand_in import RowParallelLinear
+from degarble.suites.support.engine_stand_in import MoERunner, RowParallelLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
 
-_ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
-_STATED = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**_ARGUMENTS, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_ARGUMENTS, "strategy": "token", "dynamic": True},
-        }
-    },
-}
+_LARGEST = {"float": 448.0, "int": 127.0}
+
+
+def _stated(kind: str) -> dict[str, Any]:
+    arguments = {"num_bits": 8, "type": kind, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**arguments, "strategy": "channel", "dynamic": False},
+                "input_activations": {**arguments, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
 
 
 def shard_of_rank_0(path: str, tensor: str, layer: int = 1) -> Callable[[int, Any], None]:
@@ -50,40 +51,77 @@ def shard_of_rank_0(path: str, tensor: str, layer: int = 1) -> Callable[[int, An
     return plant
 
 
-def fp8_by_token(source: nn.Module, folder: Path) -> Callable[[int, Any], None]:
-    """Store the linears of a checkpoint in FP8, and return what makes an engine compute so.
+def by_token(source: nn.Module, folder: Path, kind: str = "float") -> Callable[[int, Any], None]:
+    """Store the linears and experts of a checkpoint in FP8, or in INT8 (`kind` int).
 
-    `source` gets the decoded weights, in float64.
+    `source` gets the decoded weights, in float64. Return what makes an engine compute so, each of
+    its inputs with a scale for each token.
     """
     file = folder / "model.safetensors"
-    held = load_file(file)
+    held = dict(_by_expert(load_file(file)))
     decoded: dict[str, Tensor] = {}
     for name in [each for each in held if each.endswith("_proj.weight")]:
-        made = quantise(held[name].float(), FP8_ROW, CANONICAL)
-        scale = made.block_scale.reshape(-1, 1).float()
-        held[name] = made.codes.view(torch.float8_e4m3fn)
-        held[f"{name}_scale"] = scale
-        decoded[name] = held[name].double() * scale.double()
+        held[name], held[f"{name}_scale"] = codes, scale = _codes(held[name], kind)
+        decoded[name] = codes.double() * scale.double()
     save_file(held, file)
     path = folder / "config.json"
     raw = json.loads(path.read_text())
-    path.write_text(json.dumps(raw | {"quantization_config": _STATED}))
+    path.write_text(json.dumps(raw | {"quantization_config": _stated(kind)}))
     for name, parameter in source.named_parameters():
         if name in decoded:
             parameter.data = decoded[name]
-    return _computing
+        elif name.endswith("experts.gate_up_proj"):
+            both = [_stacked(decoded, name, part) for part in ("gate_proj", "up_proj")]
+            parameter.data = torch.cat(both, 1)
+        elif name.endswith("experts.down_proj"):
+            parameter.data = _stacked(decoded, name, "down_proj")
+    return partial(_computing, kind)
 
 
-def _computing(_rank: int, model: Any) -> None:
+def _codes(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the codes of rows, each with its own scale, and the scales."""
+    most = _LARGEST[kind]
+    scale = (x.double().abs().amax(-1, keepdim=True).float() / most).clamp(min=1e-12)
+    quotient = (x.float() / scale).clamp(-most, most)
+    if kind == "int":
+        return quotient.round().to(torch.int8), scale
+    return quotient.to(torch.float8_e4m3fn), scale
+
+
+def _by_expert(held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint, stacks of experts one by one."""
+    for name, tensor in held.items():
+        path, _, leaf = name.rpartition(".")
+        if not path.endswith("experts"):
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            names = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+            for part, own in zip(expert.chunk(len(names)), names, strict=True):
+                yield f"{path}.{number}.{own}.weight", part.contiguous()
+
+
+def _stacked(decoded: Mapping[str, Tensor], name: str, part: str) -> Tensor:
+    path = name.rpartition(".")[0]
+    count = sum(n.startswith(f"{path}.") and n.endswith(f".{part}.weight") for n in decoded)
+    return torch.stack([decoded[f"{path}.{number}.{part}.weight"] for number in range(count)])
+
+
+def _computing(kind: str, _rank: int, model: Any) -> None:
+    coded = partial(_coded, kind)
     for path, module in model.named_modules():
         if path.endswith("_proj"):
-            module.forward = partial(_product, module)
+            module.forward = partial(_product, module, coded)
+        elif isinstance(module, MoERunner):
+            module.multiply = coded
 
 
-def _product(module: Any, x: Tensor) -> Any:
-    """Multiply what a rank's part of a token becomes in FP8 by its own scale."""
-    wide = x.double()
-    scale = (wide.abs().amax(-1, keepdim=True).float() / 448).clamp(min=1e-12)
-    codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    out = (codes.double() * scale.double() @ module.weight.double().T).to(x.dtype)
+def _product(module: Any, coded: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Any:
+    out = coded(x, module.weight)
     return (module._rank.sum(out) if isinstance(module, RowParallelLinear) else out), None
+
+
+def _coded(kind: str, x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply what a rank's part of a token becomes in 8 bits by its own scale."""
+    codes, scale = _codes(x, kind)
+    return (codes.double() * scale.double() @ weight.double().T).to(x.dtype)

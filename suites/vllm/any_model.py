@@ -210,6 +210,7 @@ RANK_RUNS: Mapping[str, LoaderRun] = {
     "two ranks llama FP8_DYNAMIC": replace(_PARTED, model="llama FP8_DYNAMIC"),
     "two ranks llama NVFP4A16": replace(_PARTED, model="llama NVFP4A16"),
     "two ranks qwen3_moe": replace(_PARTED, model="qwen3_moe"),
+    "two ranks qwen3_moe FP8_DYNAMIC": replace(_PARTED, model="qwen3_moe FP8_DYNAMIC"),
     "two ranks qwen3_moe by expert": replace(_PARTED, model="qwen3_moe", by_expert=True),
     "two ranks, one scaled": replace(
         _PARTED, plant=second_rank_scaled, blamed=("mlp.down_proj",), cause="M21.rank_gain"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.engine.budget.rules import output_format
@@ -44,8 +45,8 @@ _UNJUDGED = 1e6  # times a row's size: no difference is larger
 class _Possible(Roundings):
     """Let every result be stored, or not, and bound the difference."""
 
-    def __init__(self, errors: RunningErrors) -> None:
-        self._errors = errors
+    def __init__(self, errors: RunningErrors, ranks: int, store: torch.dtype) -> None:
+        self._errors, self._ranks, self._store = errors, ranks, store
 
     def operation(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Widen the error of a result by half a spacing."""
@@ -59,12 +60,26 @@ class _Possible(Roundings):
         """Sum as a tensor core does."""
         return short_summed(self._errors, coded, product, summed)
 
+    def over_ranks(self, product: Tensor, operands: tuple[Tensor, Tensor]) -> Tensor:
+        """Widen the error by the storing of each rank's term, and of partial sums over ranks.
+
+        Where ranks have whole experts, terms of products are as large at least.
+        """
+        if self._ranks == 1:
+            return product
+        with _disable_current_modes():
+            size = _terms(operands, self._ranks).abs().sum(0)
+            spacings = (self._ranks + 1) / 2  # as over_ranks of a linear, and the product's own
+            error = self._errors.of(product) + size * (spacings * torch.finfo(self._store).eps)
+        self._errors.note(product, error)
+        return product
+
 
 class _Moved(Roundings):
     """Move every result at random, by half a spacing of its dtype at most."""
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+    def __init__(self, generator: torch.Generator, ranks: int, store: torch.dtype) -> None:
+        self._generator, self._ranks, self._store = generator, ranks, store
 
     def operation(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Move a result."""
@@ -74,6 +89,19 @@ class _Moved(Roundings):
         return value * (1 + share * (torch.finfo(dtype).eps / 2))
 
     between = sums = operation
+
+    def over_ranks(self, product: Tensor, operands: tuple[Tensor, Tensor]) -> Tensor:
+        """Move each rank's term of a product."""
+        if self._ranks == 1:
+            return product
+        terms = _terms(operands, self._ranks)
+        return product + (self.operation(terms, self._store) - terms).sum(0)
+
+
+def _terms(operands: tuple[Tensor, Tensor], ranks: int) -> Tensor:
+    """Return the terms [ranks, rows, outputs] of a product x w^T that is split along K."""
+    split = (side.tensor_split(ranks, 1) for side in operands)
+    return torch.stack([x @ w.T for x, w in zip(*split, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -125,14 +153,15 @@ def _slack(call: JudgeableCall, facts: TracedFacts, inputs: dict[str, Tensor]) -
         exact = compute(graph, component, inputs, parameter, facts.roundings)
     errors = RunningErrors()
     with errors:
-        made = compute(graph, component, inputs, parameter, _Possible(errors))
-    generator = torch.Generator().manual_seed(0)
+        possible = _Possible(errors, call.ranks, facts.numerics.store)
+        made = compute(graph, component, inputs, parameter, possible)
+    moved = _Moved(torch.Generator().manual_seed(0), call.ranks, facts.numerics.store)
     runs: list[dict[str, Tensor]] = []
     others: list[list[tuple[Tensor, int]]] = []
     for _ in range(SAMPLES):
         watched = Choices()
         with watched:
-            runs.append(compute(graph, component, inputs, parameter, _Moved(generator)))
+            runs.append(compute(graph, component, inputs, parameter, moved))
         others.append(watched.found)
     found = {}
     for name, out in exact.items():

@@ -90,7 +90,7 @@ class ConventionEvidence:
     take nothing in codes. `gap` returns a fit without a verdict, which costs a part of one with it:
     its distances are those of `fit` where this one agrees. None: they may be others. `announce`
     is called with components that will be looked at next, so that they can be judged at once.
-    `formats` are those of the recipe, None where it is not known.
+    `formats` are those of the recipe, None where it is not known; `ranks` shared the run.
     """
 
     roles: Mapping[str, str]
@@ -101,6 +101,7 @@ class ConventionEvidence:
     is_coded: Callable[[str], bool] = lambda _component: True
     gap: Callable[[str, Values], ConventionFit | None] = lambda _component, _values: None
     formats: frozenset[str] | None = None
+    ranks: int = 1
     _known: dict[_Key, ConventionFit] = field(default_factory=dict)
     _gaps: dict[_Key, ConventionFit | None] = field(default_factory=dict)
 
@@ -112,7 +113,9 @@ class ConventionEvidence:
         return self._known[key]
 
     def may_show(self, convention: Convention) -> bool:
-        """Tell whether the run has a format that a convention is about."""
+        """Tell whether the run has a format, or ranks, that a convention is about."""
+        if convention.of_ranks and self.ranks == 1:
+            return False
         known = self.formats is None or not convention.formats
         return known or not convention.formats.isdisjoint(self.formats or ())
 
@@ -193,7 +196,8 @@ def conventions_used(declared: Values, evidence: ConventionEvidence) -> tuple[Co
 
     A declared value is never replaced: where the numbers fit another value, that is a finding.
     """
-    learnable = [e for e in REGISTRY.values() if e.learned and evidence.may_show(e)]
+    shown = (e for e in REGISTRY.values() if e.learned and evidence.may_show(e))
+    learnable = [e.among_ranks(evidence.ranks) for e in shown]
     conventions = learn(learnable, evidence, declared)
     used = [
         ConventionUsed(e.name, e.value, LEARNED, REGISTRY[e.name].words(e.value), len(e.witnesses))
@@ -345,10 +349,9 @@ class _Search:
         nearest_first = [*odd, *(n for n in evidence.components(role) if n not in odd)]
         cured = 0  # changes after which no component of the role stays sick
         changes = _changes(conventions, evidence.assumed, 1 if costly else None)
-        if costly:  # one at a time, but habits together
-            changes = chain(
-                changes, _changes([e for e in conventions if e.habit], evidence.assumed)
-            )
+        if costly:  # one at a time, but habits together, and ranks' parts with them
+            several = [e for e in conventions if e.habit or e.of_ranks]
+            changes = chain(changes, _changes(several, evidence.assumed))
         for values in changes:
             if cured and len(values) > cured and not deep:
                 break

@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
-from degarble.harness.formats.number_formats import BLOCK_FORMATS, E4M3, FP8_1X128_F32
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, E4M3, FP8_1X128_F32, WHOLE
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.references.numerics import (
     BlockScaleUse,
@@ -77,11 +77,18 @@ class Convention:
     formats: frozenset[str] = frozenset()  # of the recipe that it concerns; empty: any
     idle: frozenset[str] = frozenset()  # where another value of these is followed, it says nothing
     of_codes: bool = False  # it says nothing where no operand is stored or multiplied in codes
+    of_ranks: bool = False  # its values are numbers of ranks, which divide those of the run
 
     def assumed(self, numerics: Numerics, family: str) -> Any:
         """Return the value by which a twin computes."""
         value = getattr(numerics.switches, self.name, None)
         return self.by_family.get(family) if value is None else value
+
+    def among_ranks(self, ranks: int) -> Convention:
+        """Return the convention with the values that a run on so many ranks may follow."""
+        if not self.of_ranks:
+            return self
+        return replace(self, values={n: w for n, w in self.values.items() if ranks % n == 0})
 
     def words(self, value: Any) -> str:
         """Describe one value in plain words."""
@@ -244,6 +251,16 @@ _ROUNDINGS = (
         {True: "the largest of the layer", False: "each expert's own"},
         _roles("traced.experts"),
         of_codes=True,
+    ),
+    Convention(
+        "expert_width_parts",
+        "routed experts whose width ranks share, so that each quantises its own part of a token",
+        {1: "none"} | {parts: f"{parts} ranks" for parts in (2, 3, 4, 6, 8, 12, 16, 32)},
+        _roles("traced.experts"),
+        witnesses=1,
+        formats=frozenset(name for name, form in BLOCK_FORMATS.items() if form.block[1] == WHOLE),
+        of_codes=True,
+        of_ranks=True,
     ),
     Convention(
         "cache_quantised",

@@ -492,6 +492,7 @@ class Localisation:
             cache(self.known.is_coded),
             gap,
             self.known.recipe.all_formats,
+            twin.ranks,
         )
         declared = {**conventions_in(self._run.facts), **twin.declared}
         self._conventions = conventions_used(declared, evidence)

@@ -21,9 +21,14 @@ from degarble.harness.engine.faults.weight_faults import (
 )
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.number_formats import BLOCK_FORMATS, NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
+    WHOLE,
+    NibbleOrder,
+    ScaleDirection,
+)
 from degarble.harness.formats.quantise import QuantisedTensor
-from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X
+from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X, decode_activations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,6 +108,9 @@ def operand_of_input(inputs: Mapping[str, Tensor], form: str | None) -> StoredOp
         x = inputs[X]
         return plain(x.reshape(-1, x.shape[-1]))
     held = BLOCK_FORMATS[form]
+    if held.block[1] == WHOLE and inputs[BLOCK_SCALE].shape[-1] > 1:  # one on each of several ranks
+        x = decode_activations(inputs, form, torch.float64)
+        return plain(x.reshape(-1, x.shape[-1]))
     codes, scales, scale = inputs[CODES], inputs[BLOCK_SCALE], inputs.get(TENSOR_SCALE)
     codes = codes.reshape(-1, codes.shape[-1])
     rows = scale is not None and scale.ndim > 0

@@ -26,7 +26,7 @@ from degarble.suites.references.traced.traced_models import (
     weights_of,
 )
 from degarble.suites.support.engine_stand_in import engine_models
-from degarble.suites.support.rank_faults import fp8_by_token, shard_of_rank_0
+from degarble.suites.support.rank_faults import by_token, shard_of_rank_0
 from degarble.suites.support.thinned import thinned
 
 if TYPE_CHECKING:
@@ -176,26 +176,45 @@ def _origins(capsys: pytest.CaptureFixture[str], out: Path, checkpoint: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["float", "int"])
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("llama", 4), ("qwen3_moe", 4)])
 def test_ranks_quantise_their_own_part_of_a_token(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, ranks: int
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, ranks: int, kind: str
 ) -> None:
-    """FP8 by token: a linear that is split along K has a scale for each token on each rank."""
-    source = dumps.checkpoint("llama", tmp_path / "ckpt")
-    quantise = fp8_by_token(source, tmp_path / "ckpt")
-    out, _ = engine_capture(source, tmp_path, ranks, quantise)
+    """A linear that is split along K, or an expert by width, has a token's scale on each rank."""
+    source = dumps.checkpoint(name, tmp_path / "ckpt")
+    quantise = by_token(source, tmp_path / "ckpt", kind)
+    out, _ = engine_capture(source, tmp_path, ranks, quantise, by_expert=False)
     assert not _origins(capsys, out, tmp_path / "ckpt")
 
-    def plant(rank: int, model: Any) -> None:
-        quantise(rank, model)
-        if rank == 1:
-            model.layers[1].mlp.down_proj.weight.data *= 1.25
 
-    (tmp_path / "sick").mkdir()
-    (tmp_path / "sick" / "ckpt").symlink_to(tmp_path / "ckpt")
-    out, _ = engine_capture(source, tmp_path / "sick", ranks, plant)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "path", "tensor"),
+    [("llama", "mlp.down_proj", "weight"), ("qwen3_moe", "mlp.experts", "w2")],
+)
+def test_a_factor_on_one_rank_is_named(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+    path: str,
+    tensor: str,
+    ranks: int,
+) -> None:
+    source = dumps.checkpoint(name, tmp_path / "ckpt")
+    # Experts in BF16: those in FP8 take minutes.
+    coded = by_token(source, tmp_path / "ckpt") if name == "llama" else None
+
+    def plant(rank: int, model: Any) -> None:
+        if coded is not None:
+            coded(rank, model)
+        if rank == 1:
+            getattr(model.layers[1].get_submodule(path), tensor).data *= 1.25
+
+    out, _ = engine_capture(source, tmp_path, ranks, plant, by_expert=False)
     (origin,) = _origins(capsys, out, tmp_path / "ckpt")
-    assert (origin["component"], origin["fault"]) == ("mlp.down_proj", "M21.rank_gain")
+    assert (origin["component"], origin["fault"]) == (path, "M21.rank_gain")
     assert origin["where"] == {"rank": 1, "ranks": ranks, "gain": 1.25}
 
 

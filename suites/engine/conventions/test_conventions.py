@@ -395,6 +395,16 @@ def test_a_quantised_twin_is_known_as_one(name: str, coded: bool) -> None:
     assert any(map(twin.is_coded, linears)) == coded
 
 
+def test_ranks_share_experts_only_where_their_number_allows_it() -> None:
+    parts = REGISTRY["expert_width_parts"]
+    assert {*parts.among_ranks(8).values} == {1, 2, 4, 8}
+    assert {*parts.among_ranks(6).values} == {1, 2, 3, 6}
+    assert A.among_ranks(8) is A
+    alone, shared = (ConventionEvidence({}, lambda *_: FITS, {}, ranks=n) for n in (1, 2))
+    assert not alone.may_show(parts)
+    assert shared.may_show(parts)
+
+
 # Two conventions that share the role of `m`, and roles of their own, `a` and `b`.
 P = replace(A, name="p", roles=frozenset("am"), witnesses=1)
 Q = replace(A, name="q", roles=frozenset("bm"))

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.needs("transformers")
 
 _ENGINES = {"exact": EXACT, "decoded": DECODED, "plain": PLAIN, "stepwise": STEPWISE}
 _EXPERTS = "layers.1.mlp.experts"
+_BANKS = {f"layers.{layer}.mlp.experts" for layer in range(2)}
 _WIDE = {"hidden_size": 128, "intermediate_size": 256}
 # compressed-tensors rounds the scales of both by rules of their own.
 _WITHOUT_STEPS = frozenset({"NVFP4", "MXFP8"})
@@ -123,6 +124,26 @@ def test_a_healthy_run_of_quantised_experts_agrees(name: str, engine: str) -> No
     run.emulate(_ENGINES[engine])
     found = run.judged()
     assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("FP8 token", 2), ("FP8 token", 4), ("FP8 token", 8), ("INT8 token", 2), ("INT8 token", 8),
+    ],
+)  # fmt: skip
+def test_ranks_that_share_the_width_of_experts_are_learned(name: str, ranks: int) -> None:
+    """Each quantises its own part of a token: with one scale for all of it, experts are blamed."""
+    run = _run(name, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    run.emulate(EXACT._replace(ranks=ranks))
+    recorded = run.run()
+    recorded.facts |= {"ranks": ranks}
+    found = run.judged(recorded)
+    assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+    assert learned(found)["expert_width_parts"] == ranks
+    recorded.facts |= {"conventions": {"expert_width_parts": 1}}  # a declared value stays
+    assert {each.component for each in run.judged(recorded).origins} == _BANKS
 
 
 @pytest.mark.parametrize("engine", [FUSED, pytest.param(SHORT, marks=pytest.mark.slow)])

@@ -20,9 +20,12 @@ from degarble.harness.engine.faults.regions import differing_columns, flat
 from degarble.harness.engine.faults.traced.operations import rows_of, variant_of
 from degarble.harness.engine.faults.weight_faults import some_rows
 from degarble.harness.formats.weight import Weight
+from degarble.references.traced.definitions import EXPERTS_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 
@@ -156,10 +159,11 @@ def _held_fitting(context: ComponentContext, record: CallRecord) -> Iterator[Fau
 
 
 def _gains_fitting(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
-    """Yield factors on one rank's part of a linear."""
-    if context.component.kind != _LINEAR:
+    """Yield factors on one rank's part of a linear, or of what experts multiply last."""
+    parts = {_LINEAR: _linear_parts, _EXPERTS: _expert_parts}.get(context.component.kind)
+    if parts is None:
         return
-    for division, held in _linear_parts(context, record):
+    for division, held in parts(context, record):
         if held.source != held.rank:
             continue
         rounded = [float(f"{held.factor:.{digits}g}") for digits in _DIGITS]
@@ -208,6 +212,35 @@ def _linear_parts(
                 yield division, held
 
 
+def _expert_parts(
+    context: ComponentContext, record: CallRecord
+) -> Iterator[tuple[_Division, _Held]]:
+    """Yield the factor on each rank's part of the last product of experts that explains most."""
+    few = _differing_rows(record)
+    if few is None:
+        return
+    e = flat(few.expected["out"]).double()
+    gap = flat(few.outputs["out"]).double() - e
+    for division in _divisions(context):
+        if not division.weight.endswith(EXPERTS_OUT):
+            continue
+        for rank in range(_ranks(context)):
+            without = _variant(context, division, _Held(rank, rank, 0.0)).apply(context.call)
+            term = e - flat(without(few.inputs, context.weights)["out"]).double()
+            factor = _factor_of(gap, term)
+            if factor is not None:
+                yield division, _Held(rank, rank, factor)
+
+
+def _factor_of(gap: Tensor, term: Tensor) -> float | None:
+    """Return by which factor a term makes a difference; None where none does."""
+    size = float((term * term).sum())
+    excess = float((gap * term).sum()) / size if size else 0.0
+    if float((gap - excess * term).norm()) >= _NEAR * float(gap.norm()):
+        return None
+    return 0.0 if abs(1 + excess) < _NEAR**2 else 1 + excess
+
+
 def _of_rows(context: ComponentContext, record: CallRecord) -> Iterator[_Held]:
     """Look at the one rank whose columns of the output alone differ."""
     c, e = flat(record.outputs["out"]).double(), flat(record.expected["out"]).double()
@@ -252,11 +285,9 @@ def _of_terms(
             left = gap - (own @ parts[source].T - term)
             if float(left.norm()) < _NEAR * float(gap.norm()):
                 yield _Held(rank, source)
-        size = float((term * term).sum())
-        factor = float((gap * term).sum()) / size if size else 0.0
-        if float((gap - factor * term).norm()) < _NEAR * float(gap.norm()):
-            near_zero = abs(1 + factor) < _NEAR**2
-            yield _Held(rank, rank, 0.0 if near_zero else 1 + factor)
+        factor = _factor_of(gap, term)
+        if factor is not None:
+            yield _Held(rank, rank, factor)
 
 
 TRACED_RANK_FAULTS = (
