@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.budget.attention import keeping_budgets
-from degarble.harness.engine.budget.budget import HEADROOM
 from degarble.harness.engine.conventions.registry import REGISTRY
 from degarble.harness.engine.diagnose.conditions import condition_of, struck_rows
 from degarble.harness.engine.diagnose.trial import (
@@ -25,6 +24,7 @@ from degarble.harness.engine.diagnose.trial import (
     calls_in,
     distance,
     explained,
+    in_every_call,
     make,
     most_telling,
     only_roundings,
@@ -41,7 +41,7 @@ from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant
 from degarble.harness.engine.faults.regions import apart, flat
 from degarble.harness.engine.faults.registry import faults_for
 from degarble.harness.engine.faults.traced.inputs import taken_anew
-from degarble.harness.engine.faults.weight_faults import remembering
+from degarble.harness.engine.faults.weight_faults import decode_small, remembering
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.engine.recover.described import describe, in_some_rows
 from degarble.harness.engine.recover.lacking import lacking
@@ -169,8 +169,7 @@ def _unhealthy(context: ComponentContext, records: Sequence[CallRecord]) -> list
 
 
 def _is_healthy(context: ComponentContext, record: CallRecord) -> bool:
-    variant_outputs = make(context, record, _NOTHING)
-    return variant_outputs is not None and proof(context, record, variant_outputs).ratio <= HEADROOM
+    return explained(context, record, _NOTHING) is not None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,6 +300,7 @@ def diagnose(
         sentence = "No known fault explains this: its outputs have another form, so none was tried."
         return Diagnosed((), (), 0, sentence)
     # Inference mode passes composite operators, of which errors are not known, whole to modes.
+    decode_small(context.weights, context.bound.numerics.products)
     recorded = torch.no_grad() if context.component.kind else torch.inference_mode()
     with recorded, remembering(), keeping_budgets():
         sample = sampled(context, main)
@@ -778,9 +778,7 @@ def _on_every_call(
         fit = explained(context, record, variant)
         # Joined calls: a budget over all rows may fail where each call alone is explained.
         if fit is None and len(record.rows) > 1:
-            alone = [explained(context, call, variant) for call in calls_in(record)]
-            known = [variant_fit for variant_fit in alone if variant_fit is not None]
-            fit = max(known, key=_ratio) if len(known) == len(alone) else None
+            fit = in_every_call(context, record, variant)
         if fit is None:
             return None
         worst = fit if worst is None else max(worst, fit, key=_ratio)

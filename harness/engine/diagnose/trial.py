@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,16 +14,16 @@ from degarble.harness.base.errors import CANNOT_RUN, DegarbleError, InvalidArgum
 from degarble.harness.engine.budget.budget import HEADROOM, judge, spacing
 from degarble.harness.engine.budget.codes_and_choices import judge_codes, weights_budget
 from degarble.harness.engine.budget.judging import judge_outputs
-from degarble.harness.engine.budget.roles import SUMS, budgets_of
+from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.compare.compare import values_of_any
-from degarble.harness.engine.faults.model_faults import ChangedWeights, facts_of
+from degarble.harness.engine.diagnose.overflow import PARTS, beyond_float32
+from degarble.harness.engine.faults.model_faults import facts_of
 from degarble.harness.engine.faults.regions import cancelled, extents, flat
-from degarble.harness.engine.faults.weight_faults import Decoding, numbers_of
+from degarble.harness.engine.faults.weight_faults import Decoding
 from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
-from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import share
-from degarble.references.linears import X_LOOSE, activation_values
+from degarble.references.linears import activation_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,72 +37,11 @@ if TYPE_CHECKING:
         FaultVariant,
         ModelFault,
     )
+    from degarble.harness.formats.weight import Weight
     from degarble.references.facts import ModelFacts
 
     Tensors = Mapping[str, Tensor]
     Measure = Callable[[Tensors, Tensors], float]
-
-
-# --------------------------------------------------------------------------------------------------
-# Budgets for damaged operands whose sums overflow float32.
-#
-# A scale of 10^35 leaves partial sums that the float64 twin still adds up. A float32 sum becomes
-# infinite, with the sign on which its own order overflowed first, or NaN if it overflowed on both;
-# a scale applied after the sum leaves finite numbers. So where the sum of magnitudes overflows, a
-# value that is not finite depends on the order and is no evidence, and a finite value gets a budget
-# derived from smaller operands, in proportion. Operands that are not finite themselves get none:
-# their results have to be identical.
-
-_LARGEST = torch.finfo(torch.float32).max
-_SMALLER = 2.0**-100  # factor on weights: keeps sums far from both ends of float32
-_PARTS = frozenset({"codes", "block_scale", "tensor_scale", X_LOOSE})
-
-
-def beyond_float32(
-    context: ComponentContext, call: JudgeableCall, candidate: Mapping[str, Tensor]
-) -> dict[str, Budget]:
-    """Return budgets of outputs whose sums may exceed float32; empty where none may."""
-    extents = {name: tensor.shape for name, tensor in candidate.items()}
-    if call.role not in SUMS or extents != {n: output.shape for n, output in call.outputs.items()}:
-        return {}
-    x = activation_values(call.inputs, call.activation, torch.float64)
-    rest = {name: tensor for name, tensor in call.inputs.items() if name not in _PARTS}
-    largest = float(x.abs().amax()) if x.numel() else 0.0
-    if not 0 < largest < math.inf:
-        return {}
-    # Sums of magnitudes bound every partial sum in every order.
-    sums = context.call({**rest, "x": x.abs()}, ChangedWeights(call.weights, _magnitudes))
-    beyond = {name: ~total.isfinite() for name, total in sums.items()}
-    if not any(bool(tensor.any()) for tensor in beyond.values()):
-        return {}
-    # Powers of two, so that scaling down and up again is exact.
-    unit = 2.0 ** math.ceil(math.log2(largest))
-    smaller = replace(
-        call,
-        inputs={**rest, "x": (x / unit).float()},
-        weights=ChangedWeights(call.weights, _scaled_down),
-    )
-    known, found = budgets_of(call), {}
-    for name, budget in budgets_of(smaller).items():
-        slack = budget.slack.double() * (unit / _SMALLER)
-        slack = torch.where(known[name].slack.isfinite(), known[name].slack.double(), slack)
-        slack = torch.where(call.outputs[name].isfinite(), slack, 0.0).nan_to_num(0.0)
-        # What overflowed in the candidate's own order of summation is not judged.
-        free = beyond[name] & ~candidate[name].isfinite()
-        found[name] = replace(budget, slack=slack, free=free)
-    return found
-
-
-def _magnitudes(_name: str, weight: Weight) -> Weight:
-    """Return magnitudes; infinite beyond the largest float32, 0 for NaN and infinity."""
-    size = numbers_of(weight).double().abs()
-    size = torch.where(size.isfinite(), size.masked_fill(size > _LARGEST, math.inf), 0.0)
-    return Weight(value=size, input_scale=weight.input_scale)
-
-
-def _scaled_down(_name: str, weight: Weight) -> Weight:
-    value = (numbers_of(weight).double() * _SMALLER).float()
-    return Weight(value=value, input_scale=weight.input_scale)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -126,6 +65,9 @@ _SCALE_UNITS = 16 * 2.0**-24  # of a float32 scale: two reciprocals within 2 uni
 _SPACINGS = 2  # of the stored format: a producer's value and the same one computed again
 _STORED_SUM = 2.0**-7  # a spacing of BF16 near 1
 _LAST_DIGITS = 4  # spacings of float32 at a row's largest number, for a step that a fault adds
+_FEW_ROWS = 4  # by which a variant may be excluded
+_FAR = 4.0  # times what an element may differ by
+_MODERATE = 1e30  # sums of larger numbers may overflow
 _KEPT = 64 << 20  # bytes of variants' outputs
 _OF_DIFFERENCE = 1e-4  # that such a variant may leave
 _TINY = 1e-30
@@ -252,7 +194,7 @@ def decoded_once(context: ComponentContext, record: CallRecord) -> Tensors | Non
     ).activation
     if form is None:
         return None
-    rest = {name: tensor for name, tensor in record.inputs.items() if name not in _PARTS}
+    rest = {name: tensor for name, tensor in record.inputs.items() if name not in PARTS}
     numerics = context.bound.numerics
     return {**rest, "x": activation_values(record.inputs, form, numerics.products, numerics)}
 
@@ -354,6 +296,24 @@ def proof(
     candidate = seen_tensors(record)
     if record.implied:
         return _edge_proof(candidate, variant_outputs.outputs)
+    judged = _judged(context, record, variant_outputs)
+    within, identical = shares(judged.call, candidate, variant_outputs, judged.beyond)
+    return VariantFit(judged.ratio, within, identical, judged.worst)
+
+
+class _Judged(NamedTuple):
+    """The worst ratio of a variant's outputs in budgets, and what it was judged by."""
+
+    ratio: float
+    worst: str
+    call: JudgeableCall
+    beyond: Mapping[str, Budget]
+
+
+def _judged(
+    context: ComponentContext, record: CallRecord, variant_outputs: VariantOutputs
+) -> _Judged:
+    candidate = seen_tensors(record)
     call = _call(context, variant_outputs)
     worst, words = 0.0, ""
     ratios = _ratios(call, candidate)
@@ -376,16 +336,97 @@ def proof(
             worst, words = found, text
     if "codes" in call.outputs and worst <= HEADROOM:
         worst = max(worst, _codes_left(context, record, call.outputs))
-    return VariantFit(worst, *shares(call, candidate, variant_outputs, beyond), words)
+    return _Judged(worst, words, call, beyond)
 
 
 def explained(
     context: ComponentContext, call: CallRecord, variant: FaultVariant
 ) -> VariantFit | None:
     """Return the proof that a variant explains a call; None where it does not."""
-    variant_outputs = make(context, call, variant)
-    fit = None if variant_outputs is None else proof(context, call, variant_outputs)
-    return fit if fit is not None and fit.ratio <= HEADROOM else None
+    outputs = make(context, call, variant)
+    if outputs is None:
+        return None
+    if call.implied:
+        fit = _edge_proof(seen_tensors(call), outputs.outputs)
+        return fit if fit.ratio <= HEADROOM else None
+    if few_rows_exclude(context, call, outputs):
+        return None
+    judged = _judged(context, call, outputs)
+    if not judged.ratio <= HEADROOM:
+        return None
+    within, identical = shares(judged.call, call.outputs, outputs, judged.beyond)
+    return VariantFit(judged.ratio, within, identical, judged.worst)
+
+
+def in_every_call(
+    context: ComponentContext,
+    record: CallRecord,
+    variant: FaultVariant,
+    proved: Callable[..., VariantFit | None] = explained,
+) -> VariantFit | None:
+    """Return the worst proof of the single calls of a record; None where one is not explained."""
+    worst: VariantFit | None = None
+    for call in calls_in(record):
+        fit = proved(context, call, variant)
+        if fit is None:
+            return None
+        if worst is None or fit.ratio > worst.ratio:
+            worst = fit
+    return worst
+
+
+def few_rows_exclude(context: ComponentContext, record: CallRecord, made: VariantOutputs) -> bool:
+    """Return whether the rows that differ most show that a variant does not explain a call.
+
+    Their budgets are their own where rows are independent, so this needs none of the other rows. It
+    answers only for sums that nothing but an element's own budget may excuse.
+    """
+    role, seen = context.role, record.outputs
+    excused = made.stores_within or role in _STORED_WITHIN or "codes" in seen
+    if excused or not is_by_row(context, record) or made.outputs.keys() != seen.keys():
+        return False
+    count = _height(record)
+    wide = [tensor.is_floating_point() and tensor.itemsize > 1 for tensor in seen.values()]
+    small = [tensor.dtype is torch.float32 for tensor in seen.values()]
+    if count <= _FEW_ROWS or not all(wide) or (context.component.kind and any(small)):
+        return False
+    sides = [*made.inputs.values(), *made.outputs.values()]
+    if any(tensor.ndim and len(tensor) != count for tensor in sides):
+        return False
+    if any(tensor.shape != made.outputs[name].shape for name, tensor in seen.items()):
+        return False
+    far = torch.zeros(count, dtype=torch.float64)
+    for name, tensor in seen.items():
+        c, m = (side.reshape(count, -1).double() for side in (tensor, made.outputs[name]))
+        far += ((c - m).abs().amax(1) / (m.abs().amax(1) + _TINY)).nan_to_num(0, 0, 0)
+    rows = far.topk(_FEW_ROWS).indices
+
+    def part(side: Tensors) -> dict[str, Tensor]:
+        return {name: tensor[rows] if tensor.ndim else tensor for name, tensor in side.items()}
+
+    few = replace(made, inputs=part(made.inputs), outputs=part(made.outputs))
+    try:
+        budgets = budgets_of(_call(context, few))
+    except (DegarbleError, *CANNOT_RUN):
+        return False
+    return any(
+        _is_far_beyond(seen[name][rows], few.outputs[name], budget, made.stretch.get(name, 1.0))
+        for name, budget in budgets.items()
+        if name in seen
+    )
+
+
+def _is_far_beyond(c: Tensor, m: Tensor, budget: Budget, stretch: float) -> bool:
+    """Return whether an element is so far beyond its budget that no rounding of sums matters."""
+    if budget.free is not None:
+        return False
+    t = m.double()
+    e = budget.slack.double().expand(t.shape)
+    if not bool(e.isfinite().all()):
+        return False
+    most = e + torch.from_numpy(spacing((t.abs() + e).nan_to_num(0, 0, 0).numpy(), budget.output))
+    known = (most > 0) & (t.abs() < _MODERATE) & c.isfinite()
+    return bool((((c.double() - t).abs() > _FAR * stretch * most) & known).any())
 
 
 def _unlike_ratio(

@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 REMEMBERED = 256 << 20  # bytes of decoded weights at most
 _CHANGED = 128  # changed weights that are remembered
 _SMALL = 1 << 21  # elements of a weight up to which its changes are remembered
+_FEW = 8  # weights of a component that are decoded before
+_SMALLEST = 1 << 18  # elements of one of these
 _RESULTS = 8  # of other work that are remembered
 
 Made = TypeVar("Made")
@@ -243,6 +245,16 @@ def numbers_of(weight: Weight) -> Tensor:
         return weight.without_factors().values(torch.float64)
     memory = _MEMORY.get()
     return _decoded(weight) if memory is None else memory.numbers(weight)
+
+
+def decode_small(weights: Mapping[str, Weight], products: torch.dtype) -> None:
+    """Decode a few small weights where results are kept: in inference mode none are."""
+    if len(weights) > _FEW:
+        return
+    for weight in dict(weights).values():
+        if weight.is_quantised and math.prod(weight.shape) <= _SMALLEST:
+            for dtype in (products, torch.float32):  # budgets read them in float32
+                weight.values(dtype)
 
 
 def _changed_once(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ from degarble.harness.report.number_text import number
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from degarble.harness.engine.recover.numbers import Places
     from degarble.harness.formats.number_formats import BlockFormat
 
 Function = Callable[[StoredOperand], "Tensor"]  # the numbers [R, K] that were multiplied
@@ -49,8 +50,14 @@ MOST_CODES = 256
 MOST_AT_ONCE = 32  # sets of numbers
 NEAR = 4.0  # standard errors
 EXACT = 2.0**-9  # of a number
+SCREENED = 8  # equations for each part of a sum, on which parts are tried first
+FEWEST_SCREENED = 32  # equations more
+MOST_KEPT_PLACES = 1 << 10  # rules for so many are kept
+HARDLY = 0.5  # of these are given: of all of them fewer than hold are
+SCARCE = 0.1  # of the outputs are wrong
 HOLDS = 0.98  # of the outputs that a proposal gives; the proof is for all
 _ROUNDING = 2.0**-7
+_GOLDEN = 0.6180339887498949
 _TINY = 1e-300
 
 
@@ -141,13 +148,28 @@ def changes_of(equations: Equations, *, constant: bool) -> Iterator[OperandChang
         return
     few = equations.of(wrong[:: -(-len(wrong) // FEW_ROWS)])
     some = equations.of(_spread(equations, wrong))
-    for change in _proposed(equations, some, constant=constant):
-        if _given(few, change) < HOLDS:
-            continue
+    for change in _given_by_few(few, _proposed(equations, some, constant=constant)):
         if change.gain is not None:
             yield from _fitted(equations, change)
         elif _given(equations, change) >= HOLDS:
             yield change
+
+
+def _given_by_few(few: Equations, proposed: Iterator[OperandChange]) -> Iterator[OperandChange]:
+    """Yield the changes that give what was seen in a few rows, in their order."""
+    own = few.operand.of_rows(few.rows)
+
+    def tried() -> Iterator[tuple[OperandChange, Tensor]]:
+        for change in proposed:
+            try:
+                made = change.numbers(own if change.by_row else few.operand)
+                made = made if change.by_row else made[few.rows]
+            except CANNOT_RUN:
+                continue
+            if made.shape == own.values.shape and made.dtype is few.other.dtype:
+                yield change, made
+
+    yield from few.giving(tried())
 
 
 def _fitted(equations: Equations, change: OperandChange) -> Iterator[OperandChange]:
@@ -318,6 +340,7 @@ def _by_formats(operand: StoredOperand) -> Iterator[OperandChange]:
             yield OperandChange(
                 f"every number is quantised to {form.name} once more",
                 partial(on_numbers, partial(requantised, form)),
+                by_row=form.block[0] == 1 and not form.tensor_scale,
             )
 
 
@@ -369,6 +392,25 @@ def _solved_alike(parts_RS: Sequence[Tensor], equations: Equations) -> _Solved |
         equations, seen=seen, right=right, allowed=allowed, rows=equations.rows[:1]
     )  # fmt: skip
     return _solved(torch.stack(tuple(parts_RS), -1).reshape(1, -1, len(parts_RS)), flat)
+
+
+def _are_no_parts(of: Callable[[Tensor, Tensor], Tensor], count: int, some: Equations) -> bool:
+    """Return whether few equations show that one factor of each part does not give what was seen.
+
+    `of` returns the parts [E, P] of the sums of some rows and rows of the other operand.
+    """
+    wrong, few = some.wrong.flatten().nonzero().flatten(), SCREENED * count + FEWEST_SCREENED
+    if len(wrong) < max(4 * few, SCARCE * some.seen.numel()):
+        return False  # too few, or so few that what holds may leave half of them
+    spread = torch.arange(few, dtype=torch.float64) * _GOLDEN % 1
+    at = wrong[(spread * len(wrong)).long()]
+    rows, others = at // some.seen.shape[1], at % some.seen.shape[1]
+    seen, right, allowed = (
+        side.flatten()[at][None] for side in (some.seen, some.right, some.allowed)
+    )
+    flat = replace(some, seen=seen, right=right, allowed=allowed, rows=some.rows[:1])
+    solved = _solved(of(rows, others)[None], flat)
+    return solved is not None and solved.given < HARDLY
 
 
 def _solved_scales(equations: Equations) -> _Solved | None:
@@ -604,6 +646,8 @@ def _by_parts(some: Equations) -> Iterator[OperandChange]:
     for wide in dict.fromkeys((columns // 2, columns // 4, columns // 8, 64, 16, 8)):
         if not wide or columns % wide or columns // wide < 2:
             continue
+        if _are_no_parts(partial(_sums_over, numbers, some.other, wide), columns // wide, some):
+            continue
         parts = [
             numbers[:, begin : begin + wide] @ some.other[:, begin : begin + wide].T
             for begin in range(0, columns, wide)
@@ -621,6 +665,20 @@ def _by_parts(some: Equations) -> Iterator[OperandChange]:
         spread = torch.tensor(factors, dtype=torch.float64).repeat_interleave(wide)
         yield OperandChange(words, partial(on_numbers, partial(torch.mul, spread)))
         return
+
+
+def _sums_over(
+    numbers_RK: Tensor, other_SK: Tensor, wide: int, rows: Tensor, others: Tensor
+) -> Tensor:
+    every = numbers_RK[rows] * other_SK[others]
+    return every.reshape(len(rows), -1, wide).sum(-1)
+
+
+def _sums_by_code(
+    numbers_RK: Tensor, codes_RK: Tensor, other_SK: Tensor, count: int, rows: Tensor, others: Tensor
+) -> Tensor:
+    made = other_SK.new_zeros(len(rows), count)
+    return made.scatter_add_(1, codes_RK[rows], numbers_RK[rows] * other_SK[others])
 
 
 def _parts_words(factors: list[float], wide: int) -> str:
@@ -653,7 +711,11 @@ def _by_elements(some: Equations) -> Iterator[OperandChange]:
     held = codes.unique().tolist()
     if len(held) > MOST_CODES or 2 * len(held) + 2 > some.seen.numel():
         return
-    scaled = operand.spread(operand.scales) * operand.factor
+    scaled = (operand.spread(operand.scales) * operand.factor).expand_as(operand.values)
+    numbered = torch.searchsorted(torch.tensor(held), codes.contiguous())
+    sums = partial(_sums_by_code, scaled, numbered, some.other, len(held))
+    if _are_no_parts(sums, len(held), some):
+        return
     parts = [torch.where(codes == code, scaled, 0.0) @ some.other.T for code in held]
     solved = _solved_alike(parts, some)
     if solved is None or solved.given < HOLDS:
@@ -722,11 +784,11 @@ def _columns_by_places(few: Equations) -> Iterator[tuple[OperandChange, Tensor]]
     part = few.operand.of_rows(few.rows)
     columns, blocks = part.values.shape[1], part.scales.shape[1]
     whole, numbers = part.form is None, part.numbers
-    for each in (*places(columns), *rotations(columns)):
-        index = each.of(columns)
+    scaled = part.spread(part.scales) * part.factor
+    for each, index in _with_places(columns):
         moved = [("numbers", numbers[:, index])]
         if not whole:
-            moved = [("elements", replace(part, values=part.values[:, index]).numbers), *moved]
+            moved = [("elements", part.values[:, index] * scaled), *moved]
         for what, made in moved:
             words = f"{what} of columns are {_place_words(each.words, 'columns')}"
             yield OperandChange(words, partial(_columns_moved, what, each.of)), made
@@ -740,19 +802,33 @@ def _rows_by_places(few: Equations) -> Iterator[tuple[OperandChange, Tensor]]:
     """Yield what moves rows, with the numbers that these rows then have."""
     operand, own = few.operand, few.operand.of_rows(few.rows)
     rows = len(operand.values)
-    for each in (*places(rows), *rotations(rows)) if rows > 1 else ():
-        source = operand.of_rows(each.of(rows)[few.rows])
+    scaled = own.spread(own.scales) * own.factor
+    for each, index in _with_places(rows) if rows > 1 else ():
+        source = operand.of_rows(index[few.rows])
         tried = [("numbers", source.numbers)]
         if operand.form is not None:
-            tried += [
-                ("elements", replace(own, values=source.values).numbers),
-                ("block scales", replace(own, scales=source.scales).numbers),
-            ]
+            scales = own.values * source.spread(source.scales) * own.factor
+            tried += [("elements", source.values * scaled), ("block scales", scales)]
             if len(own.factor) > 1:
-                tried.append(("tensor scales", replace(own, factor=source.factor).numbers))
+                tensor_scales = own.values * own.spread(own.scales) * source.factor
+                tried.append(("tensor scales", tensor_scales))
         for what, made in tried:
             words = f"{what} of rows are {_place_words(each.words, 'rows')}"
             yield OperandChange(words, partial(_rows_moved, what, each.of)), made
+
+
+def _with_places(count: int) -> Iterator[tuple[Places, Tensor]]:
+    """Yield the rules for so many places with the places that they give."""
+    if count > MOST_KEPT_PLACES:
+        yield from ((each, each.of(count)) for each in (*places(count), *rotations(count)))
+    else:
+        yield from _kept_places(count)
+
+
+@lru_cache(maxsize=8)
+def _kept_places(count: int) -> tuple[tuple[Places, Tensor], ...]:
+    with torch.inference_mode(mode=False):
+        return tuple((each, each.of(count)) for each in (*places(count), *rotations(count)))
 
 
 def _place_words(words: str, of: str) -> str:

@@ -19,7 +19,13 @@ from degarble.harness.base.errors import CANNOT_RUN, DegarbleError
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.conditions import condition_of
-from degarble.harness.engine.diagnose.trial import calls_in, distance, explained, is_by_row, make
+from degarble.harness.engine.diagnose.trial import (
+    distance,
+    explained,
+    in_every_call,
+    is_by_row,
+    make,
+)
 from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     with_inputs,
@@ -197,9 +203,7 @@ def _predicts(
     for record in calls:
         fit = _explained(context, record, variant)
         if fit is None and len(record.rows) > 1:  # what depends on places holds call by call
-            alone = [_explained(context, call, variant) for call in calls_in(record)]
-            known = [each for each in alone if each is not None]
-            fit = max(known, key=lambda each: each.ratio) if len(known) == len(alone) else None
+            fit = in_every_call(context, record, variant, _explained)
         if fit is None:
             return None
         if worst is None or fit.ratio > worst.ratio:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,8 +31,10 @@ FEWEST = 4  # numbers that differ
 FEWEST_ROWS = 3  # of tokens, that are every so many: any two are
 MISSED = 1e-3  # of the numbers of a part, that a rule may miss by roundings
 MOST_LISTED = 8  # lines by number
+MOST_SAMPLED = 1 << 11  # wrong numbers on which a change is tried first
 MOST_MATCHED = 1 << 26  # pairs of numbers, to find lines in other places
 FEW_LINES = 24  # by which lines are matched first
+FIRST_LINES = 2  # of these, that rule out most
 MOST_EXCHANGED = 3  # values of codes or choices
 NARROW = 3  # numbers of a line, at least, that have to match another line
 _PARTS = (16, 8, 4, 3, 2)  # of what is allowed: numbers are mostly half a spacing off
@@ -87,13 +89,33 @@ def rules_of(sides: Sides, *, rows: bool = False) -> Iterator[RecoveredRule]:
     if int(wrong.sum()) < FEWEST or not bool(sides.seen[wrong].isfinite().all()):
         return
     known = sides.allowed.isfinite().any(1)
-    for change in (*_of_numbers(sides, wrong), *_of_places(sides, wrong, rows=rows)):
+    some = _sampled(sides, wrong)
+    for change in chain(
+        (each for each in _of_numbers(sides, wrong) if not _misses_many(each, some, wrong)),
+        _of_places(sides, wrong, rows=rows),
+    ):
         made = change.apply(sides.right)
         given = sides.equal(sides.seen, made, sides.allowed)
         acts = None if sides.loose else wrong.any(0) | (made != sides.right).any(0)
         part = _part(wrong, given, (known, acts), rows=rows)
         if part is not None:
             yield change.rule(*part)
+
+
+def _sampled(sides: Sides, wrong: Tensor) -> Sides:
+    """Return some of the wrong numbers, in one row."""
+    at = wrong.flatten().nonzero().flatten()
+    at = at[:: -(-len(at) // MOST_SAMPLED)]
+    seen, right, allowed = (
+        side.flatten()[at][None] for side in (sides.seen, sides.right, sides.allowed)
+    )
+    return replace(sides, seen=seen, right=right, allowed=allowed)
+
+
+def _misses_many(change: NumberChange, some: Sides, wrong: Tensor) -> bool:
+    """Return whether some of the wrong numbers are enough that a change does not give."""
+    given = some.equal(some.seen, change.apply(some.right), some.allowed)
+    return _many(~given, wrong)
 
 
 @operation
@@ -372,8 +394,14 @@ def _matched(sides: Sides, wrong: Tensor) -> Tensor | None:
     if len(few) * len(columns) * wrong.shape[1] > MOST_MATCHED:
         return None
     seen, right, allowed = (side[few] for side in (sides.seen, sides.right, sides.allowed))
+    begin = slice(FIRST_LINES)  # which leave few pairs to compare in all lines
     near = sides.equal(
-        seen[:, columns, None], right[:, None, :], allowed[:, columns, None]
+        seen[begin, columns, None], right[begin, None, :], allowed[begin, columns, None]
+    ).all(0)  # fmt: skip
+    which, sources = near.nonzero().unbind(1)
+    struck = columns[which]
+    near[which, sources] = sides.equal(
+        seen[:, struck], right[:, sources], allowed[:, struck]
     ).all(0)  # fmt: skip
     places = torch.arange(wrong.shape[1])
     own = sides.right[known]

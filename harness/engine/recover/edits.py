@@ -43,7 +43,7 @@ from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number
-from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X_LOOSE
+from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X_LOOSE, X
 from degarble.references.numerics import InputQuantisation
 
 if TYPE_CHECKING:
@@ -112,8 +112,9 @@ def _edits(context: ComponentContext, sample: Sample, record: CallRecord) -> Ite
     yield from _of_positions(context, sample, record)
     if has_facts(context):
         yield from _on_their_way(context, sample)
-        yield from _of_switches(context)
-        yield from _of_config(context, sample)
+        read = _fields_read(context, sample)
+        yield from _of_switches(context, read)
+        yield from _of_config(context, sample, read)
 
 
 # ---- outputs -------------------------------------------------------------------------------------
@@ -472,9 +473,12 @@ def _summed(
     def changed(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
         known = dict(call(inputs, weights))
         width = max(weight.shape[-1] for weight in weights.values() if len(weight.shape) > 1)
+        plain = decoded(facts, inputs, weights, torch.clone)
+        x = plain[X]
 
         def of(begin: int, end: int) -> Tensors:
-            made = exact(decoded(facts, inputs, weights, partial(_alone, begin, end)), weights)
+            alone = _alone(begin, end, x.reshape(*x.shape[:-1], -1, width)).reshape(x.shape)
+            made = exact({**plain, X: alone}, weights)
             types = {name: known[name].dtype if stored else torch.float64 for name in made}
             return {name: tensor.to(types[name]).double() for name, tensor in made.items()}
 
@@ -497,11 +501,60 @@ def _alone(begin: int, end: int, x: Tensor) -> Tensor:
 # ---- facts ---------------------------------------------------------------------------------------
 
 
-def _of_switches(context: ComponentContext) -> Iterator[FaultVariant]:
+class _FieldsRead:
+    """Names of the fields of switches and config that a component reads; all, where unknown."""
+
+    def __init__(self) -> None:
+        self.names: set[str] | None = set()
+
+    def __contains__(self, name: str) -> bool:
+        return self.names is None or name in self.names
+
+    def noting(self, record: Any, prefix: str = "") -> Any:
+        """Return a copy of a dataclass that notes which fields are read, nested ones included."""
+        own, names = type(record), self.names
+        held = {each.name: getattr(record, each.name) for each in fields(record)}
+
+        def noted(copied: Any, name: str) -> Any:
+            if name in held and names is not None:
+                names.add(prefix + name)
+            return object.__getattribute__(copied, name)
+
+        copy: Any = type(own.__name__, (own,), {"__getattribute__": noted})
+        made = object.__new__(copy)
+        for name, value in held.items():
+            inner = is_dataclass(value) and not isinstance(value, type)
+            kept = self.noting(value, f"{prefix}{name}.") if inner else value
+            object.__setattr__(made, name, kept)
+        return made
+
+    def facts(self, facts: Any) -> Any:
+        """Return the same facts with switches and a config that note what is read."""
+        switches = self.noting(facts.numerics.switches)
+        numerics = replace(facts.numerics, switches=switches)
+        return replace(facts, config=self.noting(facts.config), numerics=numerics)
+
+
+def _fields_read(context: ComponentContext, sample: Sample) -> _FieldsRead:
+    """Run a component once to learn what it reads: what it does not read changes nothing."""
+    read = _FieldsRead()
+    variant = FaultVariant("", with_facts(context, read.facts))
+    try:
+        if _left(context, sample, variant) > LEAVES:
+            return read
+    except (*CANNOT_RUN, TypeError, AttributeError):
+        pass
+    read.names = None
+    return read
+
+
+def _of_switches(context: ComponentContext, read: _FieldsRead) -> Iterator[FaultVariant]:
     """The other side of everything in which correct implementations differ."""
     switches = facts_at(context).numerics.switches
     reads_codes = any(each.name == CODES for each in context.component.inputs)
     for each in fields(switches):
+        if each.name not in read:
+            continue
         own = getattr(switches, each.name)
         if reads_codes and isinstance(own, InputQuantisation):
             continue  # its input was quantised before it came
@@ -519,10 +572,14 @@ def _of_switches(context: ComponentContext) -> Iterator[FaultVariant]:
             )
 
 
-def _of_config(context: ComponentContext, sample: Sample) -> Iterator[FaultVariant]:
+def _of_config(
+    context: ComponentContext, sample: Sample, read: _FieldsRead
+) -> Iterator[FaultVariant]:
     """Numbers of the config that are read here: whole ones next to their own, others fitted."""
     config = facts_at(context).config
     for path, own in _numbers_in(config):
+        if path not in read:
+            continue
         if isinstance(own, int) and own <= _COUNTED:
             for near in dict.fromkeys((own + 1, own - 1, 2 * own, own // 2)):
                 if near > 0:
@@ -536,7 +593,7 @@ def _of_config(context: ComponentContext, sample: Sample) -> Iterator[FaultVaria
             if alike and value > _COUNTED and value != own:
                 yield _config_variant(context, path, value)
     for each in fields(config):
-        if is_dataclass(getattr(config, each.name)):
+        if each.name in read and is_dataclass(getattr(config, each.name)):
             without = with_facts(context, partial(_with_field, each.name, None))
             yield FaultVariant(f"{each.name} is absent", without)
 

@@ -58,9 +58,13 @@ class Sides:
 
     def equal(self, one: Tensor, other: Tensor, allowed: Tensor) -> Tensor:
         """Mark numbers that are as near as roundings leave them."""
-        size = torch.maximum(one.abs(), other.abs())
-        near = (one - other).abs() <= torch.maximum(allowed, self.loose * size)
-        return near | (one == other) | (one.isnan() & other.isnan())
+        bound = torch.maximum(one.abs(), other.abs()).mul_(self.loose)
+        gap = (one - other).abs_()
+        near = gap <= torch.maximum(allowed, bound)
+        near |= one == other
+        if bool(gap.sum().isnan()):
+            near |= one.isnan() & other.isnan()
+        return near
 
 
 def maps_of(sides: Sides) -> Iterator[OutputMap]:

@@ -36,6 +36,9 @@ TURNS = 6  # of Newton's method
 STALLED = 0.9  # of the difference before a turn: what is left is no matter of these numbers
 FAR = 16.0  # times what is allowed
 NEAR = 6.0  # standard errors
+REGULAR = 1e-10  # added to the diagonal of normal equations
+OPEN = 4.0  # times its size, that a number is off at least
+_UNRELATED = 1e-7  # of the largest answer: roundings
 _STEP = 2.0**-14  # of a row's size, by which numbers are changed
 _TINY = 1e-300
 
@@ -103,6 +106,85 @@ def _rows(inputs: Tensors, rows: Tensor) -> dict[str, Tensor]:
     return {name: tensor[rows] if tensor.ndim else tensor for name, tensor in inputs.items()}
 
 
+class _NormalEquations:
+    """Least squares for changes of inputs, from how outputs answer to them.
+
+    Columns that share no output with others are solved for apart from these.
+    """
+
+    def __init__(self, answers: Tensor, along: Tensor | None) -> None:
+        """Take answers [T, N, K], and numbers [T, K] whose size does not matter."""
+        self._shape = answers.shape
+        self._parts = None if along is not None else _parts_apart(answers)
+        if self._parts is not None:
+            outputs, columns = self._parts
+            answers = answers[:, outputs[:, :, None], columns[:, None]].flatten(0, 1)
+        self._answers = answers
+        self._size = answers.square().sum(1).clamp(min=_TINY).rsqrt()
+        # Where outputs are fewer than columns, as many equations as outputs are solved.
+        self._is_dual = along is None and 2 * answers.shape[1] < answers.shape[2]
+        if self._is_dual:
+            self._answers = answers * self._size[:, None]
+            gram = self._answers @ self._answers.transpose(1, 2)
+        else:
+            gram = answers.transpose(1, 2) @ answers
+            gram = gram * self._size[:, :, None] * self._size[:, None]
+        if along is not None:
+            unit = torch.nn.functional.normalize(along / self._size, dim=1)
+            gram = gram + unit[:, :, None] * unit[:, None]
+        self._gram = gram + REGULAR * torch.eye(gram.shape[1], dtype=gram.dtype)
+
+    def solve(self, left: Tensor) -> Tensor:
+        """Return the change [T, K] that gives what is left [T, N]."""
+        if self._parts is not None:
+            left = left[:, self._parts[0]].flatten(0, 1)
+        turned = self._answers.transpose(1, 2)
+        if self._is_dual:
+            step = turned @ torch.linalg.solve(self._gram, left[..., None])
+        else:
+            step = torch.linalg.solve(self._gram, turned @ left[..., None] * self._size[..., None])
+        return self._whole(step[..., 0] * self._size)
+
+    def errors(self) -> Tensor:
+        """Return standard errors [T, K]."""
+        # Inverting costs three times what solving does, so it is done where numbers are known.
+        inverse = torch.linalg.inv(self._gram)
+        if self._is_dual:
+            known = (self._answers * (inverse @ self._answers)).sum(1)
+            return self._whole(((1 - known) / REGULAR).clamp(min=1.0).sqrt() * self._size)
+        return self._whole(inverse.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt() * self._size)
+
+    def _whole(self, numbers: Tensor) -> Tensor:
+        if self._parts is None:
+            return numbers
+        high, _, wide = self._shape
+        made = numbers.new_zeros(high, wide)
+        made[:, self._parts[1].flatten()] = numbers.reshape(high, -1)
+        return made
+
+
+def _parts_apart(answers: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return groups of outputs [P, N / P] and of columns [P, K / P] that have nothing in common.
+
+    None where there are no such groups of one size.
+    """
+    most = answers.abs().amax((1, 2), keepdim=True)
+    acts = (answers.abs() > _UNRELATED * most).any(0)  # [N, K]
+    shared = acts.float()
+    together = (shared.T @ shared) > 0
+    first = together.int().argmax(1)
+    numbers, counts = first.unique(return_counts=True)
+    apart = len(numbers) > 1 and bool((counts == counts[0]).all())
+    if not apart or not torch.equal(together, first[:, None] == first):
+        return None
+    columns = first.argsort(stable=True).reshape(len(numbers), -1)
+    owner = torch.where(acts.any(1), first[acts.int().argmax(1)], -1)
+    outputs = [(owner == number).nonzero().flatten() for number in numbers]
+    if len({len(each) for each in outputs}) > 1:
+        return None
+    return torch.stack(outputs), columns
+
+
 class _Solver:
     """Newton's method for an input [T, K] of some rows."""
 
@@ -140,39 +222,28 @@ class _Solver:
 
         Rows of which the size does not matter keep it.
         """
-        gram, size = answers, answers
+        normal = _NormalEquations(answers, self._x if sizeless else None)
         for _ in range(TURNS):
-            gram = answers.transpose(1, 2) @ answers
-            size = gram.diagonal(dim1=1, dim2=2).clamp(min=_TINY).rsqrt()
-            gram = gram * size[:, :, None] * size[:, None]
-            if sizeless:
-                along = torch.nn.functional.normalize(self._x / size, dim=1)
-                gram = gram + along[:, :, None] * along[:, None]
-            gram = gram + 1e-10 * torch.eye(len(columns), dtype=gram.dtype)
             left = self._left()
             if float(left.abs().max()) <= 1.0:
                 break
-            across = answers.transpose(1, 2) @ left[..., None] * size[..., None]
-            step = torch.linalg.solve(gram, across)[..., 0]
+            step = normal.solve(left)
             x = self._x.clone()
-            x[:, columns] += step * size
+            x[:, columns] += step
             before, self._x = self._x, x
             after = self._left()
             far = float(after.abs().max())
             if far > 1.0:
                 if float(after.norm()) > float(left.norm()):
                     x = before.clone()
-                    x[:, columns] += step * size / 4
+                    x[:, columns] += step / 4
                     self._x = x
                 elif float(after.norm()) > STALLED * float(left.norm()) and far > FAR:
                     break
-                answers = self.answers(columns)
+                normal = _NormalEquations(self.answers(columns), self._x if sizeless else None)
         if float(self._left().abs().max()) > 1.0:
             return None
-        # Inverting costs three times what solving does, so it is done where numbers are known.
-        inverse = torch.linalg.inv(gram)
-        error: Tensor = inverse.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt() * size
-        return error
+        return normal.errors()
 
     def in_few(self, answers: Tensor) -> Sides | None:
         """Return the input with other numbers in a few columns, the same ones in all rows."""
@@ -200,6 +271,8 @@ class _Solver:
         along = (answers @ self._right[..., None])[..., 0].norm(dim=1)
         every = answers.norm(dim=(1, 2)) * self._right.norm(dim=1) / len(columns) ** 0.5
         sizeless = bool((along < 1e-3 * every).all())
+        if not sizeless and self._is_open(answers):
+            return
         error = self._newton(columns, answers, sizeless=sizeless)
         if error is None and self._begin_as_seen():
             error = self._newton(columns, self.answers(columns), sizeless=sizeless)
@@ -214,6 +287,19 @@ class _Solver:
         for factor in (_most_common(self._right, self._x), self._right.norm(dim=1)[:, None] / size):
             used = self._x * factor
             yield self._sides(used, 2.0**-11 * used.abs().mean(1, keepdim=True).expand_as(used))
+
+    def _is_open(self, answers: Tensor) -> bool:
+        """Return whether outputs are so few that a number would be known worse than to its size.
+
+        No number is known better than if it were the only unknown one. Of numbers without an
+        equation each adds one to the sum of what errors are of the most that the solver allows
+        them, so one of all has at least its share.
+        """
+        count, wide = (self._weigh > 0).sum(1), answers.shape[2]
+        lacking = (wide - count).clamp(min=0) / wide / REGULAR
+        sizes = answers.norm(dim=1).clamp(min=_TINY)
+        least = torch.maximum(lacking.sqrt() / sizes.amax(1), 1 / sizes.amin(1))
+        return bool((least > OPEN * self._right.norm(dim=1)).any())
 
     def _begin_as_seen(self) -> bool:
         """Begin with inputs that differ as outputs do, number by number: far from the right ones.

@@ -40,6 +40,7 @@ NEAR = 6.0  # standard errors by which a recovered value may miss a code
 ROUNDED = 2.0**-10  # of a value, beside its standard error: what activations are rounded by
 MOST_PAIRED = 512  # elements of which every pair is tried
 TELLING_ROWS = 12  # by which most elements are ruled out
+MOST_NEAR = 1 << 22  # pairs of columns and rows that are compared at once
 MOST_ALIKE = 16  # elements that explain a row alike and are compared by their codes
 _COLLINEAR = 1e-9
 _TINY = 1e-300
@@ -210,17 +211,22 @@ class _Solver:
     def copies(self) -> dict[int, RecoveredRow]:
         """Look the rows up among the rows of this weight and of others."""
         found: dict[int, RecoveredRow] = {}
-        seen = self._view.seen[:, self._wrong]
+        seen, first = self._view.seen[:, self._wrong], self._gap_TC.abs().argmax(0)
         for name, numbers in self._sources.items():
             made = self._view.x @ numbers.double().T
-            for at in range(len(self._wrong)):
+
+            # By one row first: it rules nearly all of them out.
+            def near(some: Tensor, made: Tensor = made) -> Tensor:
+                rows = first[some]
+                gap = made[rows] - seen[rows, some, None]
+                return gap.abs() <= self._allowed_TC[rows, some, None]
+
+            parts = torch.arange(len(first)).split(max(1, MOST_NEAR // max(1, len(numbers))))
+            for at in torch.cat([near(part).any(1) for part in parts]).nonzero().flatten().tolist():
                 row = self._row(at)
                 if row in found:
                     continue
-                # By one row first: it rules nearly all of them out.
-                first = int(self._gap_TC[:, at].abs().argmax())
-                near = (made[first] - seen[first, at]).abs() <= self._allowed_TC[first, at]
-                kept = near.nonzero().flatten()
+                kept = near(torch.tensor([at]))[0].nonzero().flatten()
                 apart = (made[:, kept] - seen[:, at, None]).abs() <= self._allowed_TC[:, at, None]
                 equal = [
                     each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,16 @@ import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
 from degarble.harness.engine.budget.rules import JudgeableCall
+from degarble.harness.engine.diagnose.overflow import beyond_float32
 from degarble.harness.engine.diagnose.trial import (
     CODES_UNLIKE,
     COLUMNS,
     WINDOW,
     _within_spacings,
-    beyond_float32,
     calls_in,
     distance,
+    explained,
+    few_rows_exclude,
     make,
     most_telling,
     only_roundings,
@@ -237,6 +240,28 @@ def test_weights_of_a_router_are_held_against_what_the_way_made() -> None:
     assert proof(context, alone, variant_outputs).ratio > 1
     spoilt = CallRecord(inputs, {**known, "weights": shares * (1 + 1e-4)}, known)
     assert proof(context, spoilt, variant_outputs).ratio > 1
+
+
+@pytest.mark.parametrize("place", [PLACE, "layers.1.ffn.experts.w2", "layers.1.attn.hc_post"])
+def test_few_rows_exclude_what_all_rows_exclude(place: str) -> None:
+    model, excluded = double("v4", "nvfp4-full"), 0
+    context = model.naming(place)
+    (record,) = model.sights(place, None, calls=1)
+    for factor in (1.0, 1.0001, 1.004, 1.02, 1.5, -1.0):
+        variant = FaultVariant("", with_outputs(partial(times_all, factor)))
+        made = make(context, record, variant)
+        assert made is not None
+        few, worst = few_rows_exclude(context, record, made), proof(context, record, made).ratio
+        assert not few or worst > HEADROOM
+        assert (explained(context, record, variant) is None) == (worst > HEADROOM)
+        excluded += few
+    assert excluded >= 2
+
+
+def times_all(
+    factor: float, _inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    return {name: tensor * factor for name, tensor in outputs.items()}
 
 
 @pytest.mark.parametrize("place", [PLACE, "layers.1.attn.attend", "layers.1.ffn.experts.w2"])

@@ -15,7 +15,7 @@ from degarble.harness.engine.faults.model_faults import (
     RowPositions,
     with_inputs,
 )
-from degarble.harness.engine.recover import shares
+from degarble.harness.engine.recover import column_parts, shares
 from degarble.harness.engine.recover.column_parts import (
     LEAVES,
     InputColumns,
@@ -108,6 +108,27 @@ def test_few_rows_rule_out_no_operation_that_all_rows_allow() -> None:
         assert not (tables.leaves_more(delta, LEAVES) and least <= LEAVES), each.words
         assert not tables.leaves_more(delta, least * 1.001)
     assert skipped > len(some) / 2
+
+
+def test_sets_of_columns_that_add_up_are_not_computed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sums of an input whose columns add up are those that every set of them gives."""
+    own, matrix = drawn(0, 6), drawn(1, 12)
+
+    def call(inputs: Mapping[str, Tensor]) -> Tensor:
+        return inputs["x"].double() @ matrix.T
+
+    gap, allowed = gap_of(call({"x": own * 1.1}), call({"x": own}))
+    seen = Seen({"x": own}, call({"x": own}) + gap, allowed, call)
+    added = list(InputColumns(seen, "x").sets(own * 0.1))
+    monkeypatch.setattr(column_parts, "_ADDITIVE", -1.0)
+    apart = list(InputColumns(seen, "x").sets(own * 0.1))
+    assert len(added) == len(apart) == 2
+    for (along, size, ends), (one, other, which) in zip(added, apart, strict=True):
+        assert torch.allclose(along, one)
+        assert torch.allclose(size, other)
+        assert ends(5) == which(5)
 
 
 def test_noise_and_one_row_give_no_number() -> None:
