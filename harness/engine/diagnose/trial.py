@@ -489,12 +489,23 @@ def _ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[float, s
         ratio, words = result.ratio, str(result.worst or "")
         if name == "weights" and shares is not None:
             ratio, words = shares
-        if _output_distance(candidate[name], call.outputs[name]) == 0:
+        if _output_distance(*_of_same_experts(candidate, call.outputs, name)) == 0:
             ratio, words = 0.0, "the same to the bit"
         elif math.isnan(ratio):
             ratio, words = math.inf, result.undecided
         found[name] = ratio, words
     return found
+
+
+def _of_same_experts(candidate: Tensors, made: Tensors, name: str) -> tuple[Tensor, Tensor]:
+    """Return two outputs; weights of experts in the same order, where both chose the same ones."""
+    c, m, own, other = candidate[name], made[name], candidate.get("experts"), made.get("experts")
+    if name != "weights" or own is None or other is None or torch.equal(own, other):
+        return c, m
+    if not c.shape == m.shape == own.shape == other.shape:
+        return c, m
+    (one, at), (two, among) = own.sort(dim=-1, stable=True), other.sort(dim=-1, stable=True)
+    return (c.gather(-1, at), m.gather(-1, among)) if torch.equal(one, two) else (c, m)
 
 
 def _weights_ratio(call: JudgeableCall, candidate: Tensors) -> tuple[float, str] | None:

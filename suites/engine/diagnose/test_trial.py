@@ -242,6 +242,17 @@ def test_weights_of_a_router_are_held_against_what_the_way_made() -> None:
     assert proof(context, spoilt, variant_outputs).ratio > 1
 
 
+def test_weights_belong_to_their_experts() -> None:
+    """Weights that stay while the experts of a row change places are others' weights."""
+    stage = small_stage()
+    context, inputs = stage.context(TOPK), stage.healthy.inputs(stage.first(TOPK))
+    known = stage.healthy.outputs(stage.first(TOPK))
+    turned = {name: output.flip(-1) for name, output in known.items()}
+    assert explained(context, CallRecord(inputs, turned, known), NOTHING) is not None
+    experts_alone = {**known, "experts": known["experts"].flip(-1)}
+    assert explained(context, CallRecord(inputs, experts_alone, known), NOTHING) is None
+
+
 @pytest.mark.parametrize("place", [PLACE, "layers.1.ffn.experts.w2", "layers.1.attn.hc_post"])
 def test_few_rows_exclude_what_all_rows_exclude(place: str) -> None:
     model, excluded = double("v4", "nvfp4-full"), 0
