@@ -40,12 +40,17 @@ _EXTENTS = {
 
 @dataclass(frozen=True)
 class WhenRule:
-    """Where a fault acts: one feature of rows and its values; `words` end a sentence."""
+    """Where a fault acts: one feature of rows and its values; `words` end a sentence.
+
+    `unknown` are values between those that were struck and those that were spared: no row shows
+    whether it acts there.
+    """
 
     feature: str
     values: str
     words: str
     holds: Callable[[int], bool]  # of a row's feature
+    unknown: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -215,10 +220,21 @@ def _of_steps(rows: _Rows) -> Iterator[WhenRule]:
     if len(struck) == 1 and first not in spared:
         yield WhenRule("step", str(first), f"only in step {first}", lambda step: step == first)
     elif first > max(spared):
-        words = f"only from step {first} on"
-        yield WhenRule("steps", f"from {first}", words, lambda step: step >= first)
+        between = range(max(spared) + 1, first)
+        words = f"only from step {first} on{_unseen(between)}"
+        yield WhenRule("steps", f"from {first}", words, lambda step: step >= first, between)
     elif last < min(spared):
-        yield WhenRule("steps", f"to {last}", f"only up to step {last}", lambda step: step <= last)
+        between = range(last + 1, min(spared))
+        words = f"only up to step {last}{_unseen(between)}"
+        yield WhenRule("steps", f"to {last}", words, lambda step: step <= last, between)
+
+
+def _unseen(unknown: range) -> str:
+    """Say in which steps no row shows whether it acts; empty where there are none."""
+    if not unknown:
+        return ""
+    steps = f"step {unknown[0]}" if len(unknown) == 1 else f"steps {unknown[0]} to {unknown[-1]}"
+    return f" (rows of {steps} do not show it)"
 
 
 def _of_some_steps(rows: _Rows) -> Iterator[WhenRule]:

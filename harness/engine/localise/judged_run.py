@@ -162,7 +162,7 @@ class JudgedComponent:
     component: Component
     rows: dict[str, OutputRow] = field(default_factory=dict)
     pieces: list[JudgedBatch] = field(default_factory=list)  # those with an output that differs
-    healthy: list[JudgedBatch] = field(default_factory=list)  # a few others, the largest first
+    healthy: list[JudgedBatch] = field(default_factory=list)  # a few others, see `_take`
     non_finite: NonFiniteOutput | None = None
     steps: set[int] = field(default_factory=set)  # in which something of it was judged
 
@@ -273,7 +273,8 @@ class Judge:
         elif all(result.verdict is Verdict.AGREES for result in whole.values()):
             known = [*component.healthy, JudgedBatch(replay, whole)]
             known.sort(key=lambda piece: -len(piece.replay.batch.step_of))
-            component.healthy = known[:_MORE]
+            # The largest show most rows, the smallest what is so of small calls: of decode.
+            component.healthy = known[:_MORE] + known[_MORE:][-1:]
         component.non_finite = earlier_of(component.non_finite, non_finite_of(replay))
 
     def _piece(self, view: _View, meant: Tensors, plain: Tensor | None) -> JudgedBatch:

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from degarble.harness.capture.files.records import Phase
-from degarble.harness.engine.diagnose.conditions import _Rows, _rules, condition_of
+from degarble.harness.engine.diagnose.conditions import (
+    _of_steps,
+    _Rows,
+    _rules,
+    condition_of,
+)
 from degarble.harness.engine.diagnose.diagnose import Diagnosed, diagnose
 from degarble.harness.engine.faults.model_faults import FaultVariant
 from degarble.suites.museum.random_faults.conditions import Condition
@@ -105,6 +110,35 @@ def test_a_condition_is_found_and_said(
     assert where.items() <= answer.where.items()
     assert words in answer.sentence
     assert "other rows are healthy" in answer.sentence
+
+
+@pytest.mark.parametrize(
+    ("struck", "spared", "words"),
+    [
+        ((2, 3), (0,), "only from step 2 on (rows of step 1 do not show it)"),
+        ((0, 1), (4,), "only up to step 1 (rows of steps 2 to 3 do not show it)"),
+        ((2, 3), (1,), "only from step 2 on"),
+    ],
+)
+def test_steps_whose_rows_do_not_show_a_fault_are_said(
+    struck: tuple[int, ...], spared: tuple[int, ...], words: str
+) -> None:
+    steps = torch.tensor([*struck, *spared])
+    mask = torch.arange(len(steps)) < len(struck)
+    (rule,) = _of_steps(_Rows({"step": steps}, mask, ~mask))
+    assert rule.words == words
+    assert not {*struck, *spared} & set(rule.unknown)
+
+
+def test_a_fault_of_one_step_of_decoding_is_not_said_of_all() -> None:
+    """A small healthy call is kept: calls of attention are not joined."""
+    fault = replace(gain(Condition("one step", 4)), component="layers.1.self_attn.attention")
+    own = stage("llama bf16")
+    (origin,) = own.localised(own.run([fault])).origins
+    assert origin.record is not None
+    assert any(len(call.outputs["out"]) < 4 for call in origin.more)
+    answer = diagnose(origin.context, [origin.record, *origin.more])
+    assert answer.where == {"step": "4"}
 
 
 def test_a_fault_that_always_acts_has_no_condition() -> None:

@@ -135,7 +135,7 @@ def _condition(stage: Stage, fault: RandomFault, origin: Discrepancy, told: Diag
         rule.holds(place[rule.feature]) != acts
         for rule in said.rules
         for place, acts in acted
-        if rule.feature in place
+        if rule.feature in place and place[rule.feature] not in rule.unknown
     ):
         return "wrong"
     right = any(meant in _FEATURES[rule.feature] for rule in said.rules)
