@@ -195,7 +195,7 @@ SEARCH = {
     "_filled", "_moved_part", "_moved_rows", "_moved_columns", "_gains", "_clamped", "_cut",
     "_signs", "height", "_alone", "_unquantised", "_ruled_output", "_ruled_input", "holding",
     "multiplied", "shifted", "bounded", "_variant", "_ruled_weight", "_ruled_numbers_given",
-    "columns_of_weight",
+    "columns_of_weight", "_sums_by_code", "_sums_over", "_explained",
 }  # fmt: skip
 
 
