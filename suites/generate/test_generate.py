@@ -218,12 +218,19 @@ def test_ctrl_c_ends_it_cleanly(model: Path, tmp_path: Path) -> None:
     (endless / "generation_config.json").write_text('{"eos_token_id": []}')
     command = [sys.executable, "-m", "degarble.harness.cli.main", "generate", str(endless)]
     line = [*command, "--prompt", "w7", "--max-new-tokens", "100000"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
+    try:
+        running = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
         assert running.stdout is not None
         assert running.stdout.read(8)  # it speaks
         time.sleep(0.1)
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=HANG_SECONDS)
+    finally:
+        running.kill()
     assert running.returncode == 130, err
     assert out.endswith(b"\n")
     assert err.decode().strip().endswith("degarble: interrupted")
