@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -293,27 +293,19 @@ def proof(
     context: ComponentContext, record: CallRecord, variant_outputs: VariantOutputs
 ) -> VariantFit:
     """Judge a variant's outputs against the candidate."""
+    fit = _fit_within(math.inf, context, record, variant_outputs)
+    assert fit is not None, "no ratio is larger"
+    return fit
+
+
+def _fit_within(
+    most: float, context: ComponentContext, record: CallRecord, variant_outputs: VariantOutputs
+) -> VariantFit | None:
+    """Return the proof of a variant; None, before shares are counted, where its ratio is larger."""
     candidate = seen_tensors(record)
     if record.implied:
-        return _edge_proof(candidate, variant_outputs.outputs)
-    judged = _judged(context, record, variant_outputs)
-    within, identical = shares(judged.call, candidate, variant_outputs, judged.beyond)
-    return VariantFit(judged.ratio, within, identical, judged.worst)
-
-
-class _Judged(NamedTuple):
-    """The worst ratio of a variant's outputs in budgets, and what it was judged by."""
-
-    ratio: float
-    worst: str
-    call: JudgeableCall
-    beyond: Mapping[str, Budget]
-
-
-def _judged(
-    context: ComponentContext, record: CallRecord, variant_outputs: VariantOutputs
-) -> _Judged:
-    candidate = seen_tensors(record)
+        fit = _edge_proof(candidate, variant_outputs.outputs)
+        return fit if fit.ratio <= most else None
     call = _call(context, variant_outputs)
     worst, words = 0.0, ""
     ratios = _ratios(call, candidate)
@@ -336,7 +328,9 @@ def _judged(
             worst, words = found, text
     if "codes" in call.outputs and worst <= HEADROOM:
         worst = max(worst, _codes_left(context, record, call.outputs))
-    return _Judged(worst, words, call, beyond)
+    if worst > most:
+        return None
+    return VariantFit(worst, *shares(call, candidate, variant_outputs, beyond), words)
 
 
 def explained(
@@ -344,18 +338,9 @@ def explained(
 ) -> VariantFit | None:
     """Return the proof that a variant explains a call; None where it does not."""
     outputs = make(context, call, variant)
-    if outputs is None:
+    if outputs is None or (not call.implied and few_rows_exclude(context, call, outputs)):
         return None
-    if call.implied:
-        fit = _edge_proof(seen_tensors(call), outputs.outputs)
-        return fit if fit.ratio <= HEADROOM else None
-    if few_rows_exclude(context, call, outputs):
-        return None
-    judged = _judged(context, call, outputs)
-    if not judged.ratio <= HEADROOM:
-        return None
-    within, identical = shares(judged.call, call.outputs, outputs, judged.beyond)
-    return VariantFit(judged.ratio, within, identical, judged.worst)
+    return _fit_within(HEADROOM, context, call, outputs)
 
 
 def in_every_call(
