@@ -56,6 +56,8 @@ CHECKPOINTS = 16  # partial sums that are computed; the bridge bounds those in b
 ALIGNED_TERMS = 17  # of one wgmma or tcgen05 step of 16-bit operands (facts of MMA-Sim)
 LARGE = 1 << 25  # elements of a matrix; a larger one is processed in pieces of its rows
 _AT_ONCE = 1 << 18  # partial sums held at once; below this, calls cost more than sums
+_IN_CACHE = 1 << 18  # elements that a thread processes at once, so that no step waits for memory
+_ROW_BLOCK = 64  # of which a product's parts have a multiple of rows, as loops of BLAS have
 _DIGEST_BITS = 40  # of a row's digest: enough to tell rows apart, few enough for sums in any order
 SCALE_ROUNDINGS = 4  # two scales, their product, and the product with the sum
 
@@ -228,11 +230,30 @@ def _digests(rows: Tensor) -> Tensor:
 
     A row of zeros has NaN.
     """
-    wide = rows.double()
-    norms = wide.norm(dim=1)
     # A fixed random projection: equal rows have equal values whatever their sign and scale.
-    found: Tensor = ((wide @ _probe(rows.shape[1], rows.device)) / norms).abs()
+    probe = _probe(rows.shape[1], rows.device)
+    if not _leaves_cache(rows):
+        return _digests_of(rows.double(), probe)
+    count, most = len(rows), _rows_at_once(rows) // _ROW_BLOCK * _ROW_BLOCK
+    step = max(_ROW_BLOCK, most)
+    wide = torch.empty(min(step, count), rows.shape[1], dtype=torch.float64)
+    parts = (rows[begin : begin + step] for begin in range(0, count, step))
+    return torch.cat([_digests_of(wide[: len(part)].copy_(part), probe) for part in parts])
+
+
+def _digests_of(wide: Tensor, probe: Tensor) -> Tensor:
+    found: Tensor = ((wide @ probe) / wide.norm(dim=1)).abs()
     return found
+
+
+def _leaves_cache(rows: Tensor) -> bool:
+    """Tell whether steps over all rows on the CPU would each wait for memory."""
+    most = _IN_CACHE * torch.get_num_threads()
+    return rows.device.type == "cpu" and rows.is_contiguous() and rows.numel() > most
+
+
+def _rows_at_once(rows: Tensor) -> int:
+    return max(1, _IN_CACHE * torch.get_num_threads() // rows.shape[-1])
 
 
 def _most_alike(digests: Tensor) -> int:
@@ -245,8 +266,22 @@ def _most_alike(digests: Tensor) -> int:
 
 def _four_norm(rows: Tensor) -> Tensor:
     """Return (sum of x^4)^(1/4) of every row, scaled so that nothing overflows."""
-    largest = rows.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    four: Tensor = (rows / largest[..., None]).square_().square_().sum(-1).sqrt().sqrt() * largest
+    if not _leaves_cache(rows):
+        return _four_norm_of(rows)
+    flat = rows.reshape(-1, rows.shape[-1])
+    # Two rows at least: a single one may be summed by several threads, in another order.
+    parts = flat.tensor_split(max(1, len(flat) // max(2, _rows_at_once(rows))))
+    buffer = torch.empty_like(parts[0])  # the longest, as the first ones are
+    return torch.cat([_four_norm_of(part, buffer[: len(part)]) for part in parts]).reshape(
+        rows.shape[:-1]
+    )
+
+
+def _four_norm_of(rows: Tensor, buffer: Tensor | None = None) -> Tensor:
+    """Return the norms; steps are written into a buffer of the same extents."""
+    largest = torch.abs(rows, out=buffer).amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = torch.div(rows, largest[..., None], out=buffer).square_().square_()
+    four: Tensor = scaled.sum(-1).sqrt().sqrt() * largest
     return four
 
 

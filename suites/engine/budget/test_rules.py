@@ -38,6 +38,7 @@ from degarble.harness.engine.budget.rules import (
     few,
     lost_in_steps,
     normed,
+    product_operand,
     stored_between,
     summed,
 )
@@ -304,6 +305,24 @@ def test_a_matrix_in_pieces_has_the_budget_of_the_whole(monkeypatch: pytest.Monk
     pieces = summed(x, w)
     assert torch.allclose(pieces.slack, whole.slack, rtol=1e-5)
     assert pieces.repeats == whole.repeats == (1, 3)
+
+
+@pytest.mark.parametrize("rows", [2, 129, 300, 321])
+def test_facts_of_an_operand_are_the_same_bits_by_parts(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = operand("heavy", rows, 257, 3)
+    w[1], w[-1] = -2 * w[0], 0.0
+    whole = product_operand(w)
+    for at_once in (1 << 14, 1 << 10, 1):
+        monkeypatch.setattr(budget_rules, "_IN_CACHE", at_once)
+        parts = product_operand(w.clone())
+        assert torch.equal(parts.four, whole.four)
+        assert torch.equal(
+            budget_rules._digests(w)[:-1],
+            budget_rules._digests_of(w.double(), budget_rules._probe(257, w.device))[:-1],
+        )
+        assert parts.repeats == whole.repeats
 
 
 # --------------------------------------------------------------------------------------------------
