@@ -115,7 +115,7 @@ class _Rows:
     @cached_property
     def signal(self) -> Tensor:
         """Return the squared lengths of directions."""
-        return self.directions.double().square().sum(-1)
+        return _by_direction(self.directions, lambda each: each.double().square().sum(-1))
 
 
 @dataclass(eq=False)
@@ -168,6 +168,8 @@ class ShareStatistics:
 
 
 def _join(parts: Sequence[_Rows]) -> _Rows:
+    if len(parts) == 1:
+        return parts[0]
     axes = {"tokens": 0, "centre": 0, "directions": 1, "members": 2, "stored": 3, "covariance": 2}
     names = ("small", "variance", "proxy", *axes)
     return _Rows(
@@ -193,19 +195,22 @@ def _rows_of(tokens: Tensor, given: AttentionShares) -> _Rows:
     out = _expanded(own, given.expand)
     picked = torch.stack(list(_bins(below, share))).float()  # [B - 1, n, H, R]
     moved = _expanded(_summed(picked, given.values.float()), given.expand)
-    # Raising some weights lowers all others: the sum of shares stays 1.
-    moved = moved - picked.sum(-1, keepdim=True) * out.float()
-    # A gain changes no weight: remove the component along the row, which is the first direction.
-    energy = out.float().square().sum(-1, keepdim=True).clamp(min=1e-30)
-    moved = moved - (moved * out.float()).sum(-1, keepdim=True) / energy * out.float()
-    directions = torch.cat((out.float()[None], moved))
+    row = out.float()
+    energy = row.square().sum(-1, keepdim=True).clamp(min=1e-30)
+    for each, lowered in zip(moved, picked.sum(-1, keepdim=True), strict=True):
+        # Raising some weights lowers all others: the sum of shares stays 1.
+        each.sub_(lowered * row)
+        # A gain changes no weight: remove the component along the row, the first direction.
+        each.sub_((each * row).sum(-1, keepdim=True) / energy * row)
+    directions = torch.cat((row[None], moved))
     back = directions
     if given.expand is not None:
         back = torch.einsum("bnhl,hlc->bnhc", directions, given.expand.float())
     turned = given.values.float().transpose(-1, -2)
     reach = _summed(back, turned)  # how far a share reaches in a direction [B, n, H, R]
     pulls = share.float() * reach
-    level = (directions * out.float()).sum(-1)  # the reach of the whole output
+    # The reach of the whole output.
+    level = _by_direction(directions, lambda each: (each * row).sum(-1))
     members = list(_of_members(pulls, level, below, given))
     # Variance of a uniform rounding error of half length HALF.
     half = HALF**2 / 3 if given.rounded else 0.0
@@ -217,8 +222,8 @@ def _rows_of(tokens: Tensor, given: AttentionShares) -> _Rows:
     proxy = proxy + own_error.square().sum(-1)
     for value, direction in ((out, directions), (own, back))[: 1 + (given.expand is not None)]:
         half_step = _half_step(value)
-        reached = direction.double() * half_step
-        added = reached.square().sum(-1) / 3
+        reached = direction.double().mul_(half_step)
+        added = _by_direction(reached, lambda each: each.square().sum(-1)) / 3
         chance, proxy = chance + added, proxy + added
         covariance = covariance + torch.einsum("bnhl,cnhl->bcnh", reached, reached) / 3
         stored.append(_stored(value, direction))
@@ -331,10 +336,15 @@ def _stored(value: Tensor, direction: Tensor) -> Tensor:
     shifted = [value * (1.0 + shift) for shift in _SHIFTS]
     errors = [moved.bfloat16().double() - moved for moved in shifted]
     made = []
-    for each in direction:  # one by one: products of all directions together leave every cache
+    for each in direction:
         towards = each.double()
         made.append(torch.stack([(error * towards).sum(-1) for error in errors]))
     return torch.stack(made)
+
+
+def _by_direction(directions: Tensor, made: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what is made of each direction, one by one: all together leave every cache."""
+    return torch.stack([made(each) for each in directions])
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,7 +363,7 @@ class _Sums:
         off = output.double() - rows.centre
         known = off.isfinite().all(-1)
         off = torch.where(known[..., None], off, 0.0)
-        return cls(rows, (off * rows.directions).sum(-1), known)
+        return cls(rows, _by_direction(rows.directions, lambda each: (off * each).sum(-1)), known)
 
     def less(self, other: _Sums) -> _Sums:
         """Return the difference of two outputs."""

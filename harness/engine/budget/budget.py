@@ -247,7 +247,7 @@ def counted(d: Array, e: Array, most: Array, alike: Array | None) -> Array:
     np.divide(d, most, out=both[0], where=most > 0)
     np.divide(e, most, out=both[1], where=most > 0)
     np.minimum(both[0], 1.0, out=both[0])
-    return both if alike is None else both / alike
+    return both if alike is None else np.divide(both, alike, out=both)
 
 
 # --------------------------------------------------------------------------------------------------
