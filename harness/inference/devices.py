@@ -43,7 +43,8 @@ _FIELDS = (
     "value", "codes", "block_scale", "tensor_scale", "input_scale", "zero_point", "group_index",
     "channel_scale",
 )  # fmt: skip
-_SMALL = 1 << 20  # bytes of a tensor that is moved as it is, and not kept
+_SMALL = 1 << 20  # bytes of a tensor that is moved as it is
+_COUNTED = 1 << 16  # bytes that a kept tensor counts as at least
 _KEPT_SHARE = 8  # of the GPU's memory one part holds streamed weights
 _KEPT_ON_CPU = 1 << 28
 _STAGED = 1 << 22  # bytes that one thread copies at once
@@ -228,6 +229,11 @@ class _Copy(NamedTuple):
     parts: list[Future[None]]
 
     @property
+    def counted(self) -> int:
+        """Return the bytes that it counts as: small ones are kept, but not without end."""
+        return max(_COUNTED, self.made.nbytes)
+
+    @property
     def is_done(self) -> bool:
         """Tell whether no thread copies any more."""
         return all(part.done() for part in self.parts)
@@ -254,10 +260,11 @@ class _Recent:
 
     def moved(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device."""
-        if tensor.nbytes < _SMALL or tensor.device == self._device:
-            return tensor.to(self._device)
+        if tensor.device == self._device:
+            return tensor
         copy = self._begun(tensor)
-        self._set_out()
+        if tensor.nbytes >= _SMALL:
+            self._set_out()
         return copy.whole()
 
     def _set_out(self) -> None:
@@ -269,6 +276,7 @@ class _Recent:
         for weight in self._streamed.coming(left):
             for name in _FIELDS:
                 tensor = getattr(weight, name)
+                # A small one waits for launches, so that it is moved when it is asked for.
                 if tensor is not None and tensor.nbytes >= _SMALL:
                     self._ahead.append(self._begun(tensor))
 
@@ -279,9 +287,9 @@ class _Recent:
             self._held.move_to_end(key)
             return self._held[key]
         copy = self._held[key] = _begun(tensor, self._device)
-        self._bytes += copy.made.nbytes
+        self._bytes += copy.counted
         while self._bytes > self._most and self._held:
-            self._bytes -= self._held.popitem(last=False)[1].made.nbytes
+            self._bytes -= self._held.popitem(last=False)[1].counted
         return copy
 
     @property
@@ -293,7 +301,8 @@ class _Recent:
 
 def _begun(tensor: Tensor, device: torch.device) -> _Copy:
     """Begin to copy a tensor to a device, on the current stream."""
-    if device.type != CUDA or not tensor.is_contiguous() or tensor.device.type != CPU:
+    away = device.type == CUDA and tensor.device.type == CPU
+    if tensor.nbytes < _SMALL or not away or not tensor.is_contiguous():
         return _Copy(tensor, tensor.to(device), [])
     made = torch.empty_like(tensor, device=device)
     source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor, made))

@@ -282,6 +282,7 @@ def test_what_was_moved_is_kept_until_there_is_too_much_or_it_was_changed(
 
     monkeypatch.setattr(devices, "_begun", begun)
     monkeypatch.setattr(devices, "_SMALL", 0)
+    monkeypatch.setattr(devices, "_COUNTED", 0)
     monkeypatch.setattr(devices, "_KEPT_ON_CPU", 100)
     recent = devices._Recent(torch.device("cpu:0"))
     first, second = torch.arange(10), torch.arange(10)

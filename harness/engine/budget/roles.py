@@ -11,6 +11,7 @@ Shape letters: T tokens, S streams, D hidden, K slots, G groups, O outputs of on
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -140,7 +141,12 @@ def _used(call: JudgeableCall, weight: Weight) -> _Matrix:
 
 
 def _product(
-    x: ProductOperand, x_loose: Tensor | None, w: _Matrix, output: ElementFormat
+    x: ProductOperand,
+    x_loose: Tensor | None,
+    w: _Matrix,
+    output: ElementFormat,
+    *,
+    worded: bool = True,
 ) -> Budget:
     """Return the budget of one matrix; decoded numbers near a BF16 boundary may go either way.
 
@@ -148,7 +154,7 @@ def _product(
     """
     device = w.value.device
     x = x.on(device)
-    budget = summed(x, w.value, output)
+    budget = summed(x, w.value, output, worded=worded)
     slack = budget.slack
     if w.loose is not None:
         slack = slack + x.rows.abs() @ w.loose.T
@@ -215,16 +221,19 @@ def _routed(call: JudgeableCall, out: Tensor) -> Budget:
     parts = ("w2",) if call.role.endswith("w2") else ("w1", "w3")
     slack = torch.zeros(*experts.shape, out.shape[-1])
     budgets, matrices = [exact(output_format(out), "no expert was visited")], call.matrices
-    for number in experts[experts >= 0].unique().tolist():
+    numbers = experts[experts >= 0].unique().tolist()
+    for number in numbers:
         # Mask [T, K] of the slots routed to this expert.
         at = experts == number
         names = [f"ffn.experts.{number}.{part}" for part in parts]
         x_own = product_operand(per_slot[at])
         x_loose = None if loose is None else loose[at]
         weights = [_used(call, matrices[name]) for name in names]
-        budgets.append(
-            _side_by_side([_product(x_own, x_loose, w, output_format(out)) for w in weights])
-        )
+        x_there = x_own.on(weights[0].value.device)  # once for all matrices
+        parts_of = partial(_product, x_there, x_loose, output=output_format(out))
+        # The words of the last expert stand for all.
+        made = [parts_of(w, worded=number == numbers[-1]) for w in weights]
+        budgets.append(_side_by_side(made))
         if call.ranks > 1 and parts == ("w2",):
             own = per_slot[at]
             budgets[-1] = over_ranks(

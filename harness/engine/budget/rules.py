@@ -119,8 +119,13 @@ def summed(
     x_MK: Tensor | ProductOperand,
     w_NK: Tensor | ProductOperand | MatrixParts,
     output: ElementFormat = BF16,
+    *,
+    worded: bool = True,
 ) -> Budget:
-    """Return the budget of a matrix product x w^T, with scales before or after the sum."""
+    """Return the budget of a matrix product x w^T, with scales before or after the sum.
+
+    Without words no number of it has to be read, for which a GPU would be waited for.
+    """
     shapes = tuple(
         tuple((side.rows if isinstance(side, ProductOperand) else side).shape)
         for side in (x_MK, w_NK)
@@ -144,6 +149,8 @@ def summed(
     # |x|_4 |w|_4 for all pairs of rows [M, N]
     bridge = x.four[:, None] * four[None, :]
     slack = _slack_of_sums(total, mean, bridge, length)
+    if not worded:
+        return Budget(output, slack, (), repeats)
     middle = float(mean.mean()), float(bridge.mean())
     return Budget(
         output,
@@ -257,6 +264,7 @@ def _rows_at_once(rows: Tensor) -> int:
 
 
 def _most_alike(digests: Tensor) -> int:
+    digests = digests.cpu()  # at once: every further step would wait for a GPU
     digests = digests[~digests.isnan()]
     if not len(digests):
         return 1
