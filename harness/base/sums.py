@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def all_finite(values: Tensor) -> bool:
+    """Tell whether no value is NaN or infinite; a finite sum shows it in one pass."""
+    wide = values.float() if values.dtype.itemsize == 1 else values  # torch cannot sum FP8
+    # The sum may overflow, so that only a look at all of them denies it.
+    return bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
+
+
 @dataclass
 class PairSums:
     """Sums over all elements of a pair; a metric is NaN where it is undefined (a zero side).

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.base.sums import all_finite
 from degarble.harness.engine.compare.compare import compare, values_of_any
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
+from degarble.harness.formats.number_formats import FP32
 from degarble.harness.report.number_text import budgets, number, share
 from degarble.harness.report.verdict import Verdict
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     Array = NDArray[np.float64]
+    Sides = tuple[Array, Array, Array]  # the candidate's values, the twin's, and slacks [M, K]
 
 MEASURED = "measured, not derived"  # how the derivation of such a budget begins
 MISTAKEN = 1e-12  # probability that a place of a healthy run exceeds its bound
@@ -520,21 +523,22 @@ def _allowances(
     starts = range(0, height if width else 0, step)
     panels = [slice(start, min(start + step, height)) for start in starts]
     alike = AlikeRows((height, width), block)
+    values = np.empty((0, width))
     for part in panels:
-        alike.add(part, values_of_any(pair[1][part].cpu()))
+        values = values_of_any(pair[1][part].cpu())
+        alike.add(part, values)
+    sums = _panel_sums if _has_loop(budget.output, block) else panel_definition
     # Equal rows have to be counted over the whole twin before the first panel is summed.
     members = alike.members()
     for part in panels:
-        d, t, e = _finite(pair, slack, part, clean=comparison.census.clean)
-        # |RN(s + e) - RN(s)| <= |e| + ulp
-        most = np.where(e > 0, e + spacing(np.abs(t) + e, budget.output), 0.0)
-        worst = max(worst, _worst_element(d, most, part.start), key=lambda finding: finding.ratio)
-        # |d| is at most `most` and e on average, hence E[d^2] <= most * e.
-        square, size, largest = most * e, np.abs(t), most * most
-        steps, mean = counted(d, e, most, alike_in_row(t, budget.output))
-        # Order of the sums in Allowances: 0 to 5.
-        terms = (square, square * largest, size * e, t * t * square, steps, mean)
-        blocks = Allowances.from_sums(terms, (largest, size * most), alike.starts)
+        if len(panels) > 1:
+            values = values_of_any(pair[1][part].cpu())
+        c, e = values_of_any(pair[0][part].cpu()), slack[part].double().numpy()
+        sides = (c, values, e) if comparison.census.clean else _finite(c, values, e)
+        element, blocks = sums(sides, budget.output, alike.starts)
+        row, *column = element.place
+        element = replace(element, place=(row + part.start, *column))
+        worst = max(worst, element, key=lambda finding: finding.ratio)
         rows[part] = blocks.joined(1).stack
         blocks = blocks.shared(members[part], budget.repeats[0])
         together[part] = blocks.joined(1).stack
@@ -543,23 +547,50 @@ def _allowances(
     return worst, Allowances(rows), Allowances(together), Allowances(cells)
 
 
-def _finite(
-    pair: Sequence[Tensor], slack: Tensor, part: slice, *, clean: bool
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return distances, the twin's values and slacks of some rows; 0 where a side is not finite."""
-    c, t = (values_of_any(side[part].cpu()) for side in pair)
-    e = slack[part].double().numpy()
-    if clean:
-        return np.abs(c - t), t, e
+def panel_definition(
+    sides: Sides, output: ElementFormat, starts: NDArray[np.int64]
+) -> tuple[LevelFinding, Allowances]:
+    """Return the worst element of some rows, and what is allowed in runs of their columns."""
+    c, t, e = sides
+    d = np.abs(c - t)
+    # |RN(s + e) - RN(s)| <= |e| + ulp
+    most = np.where(e > 0, e + spacing(np.abs(t) + e, output), 0.0)
+    # |d| is at most `most` and e on average, hence E[d^2] <= most * e.
+    square, size, largest = most * e, np.abs(t), most * most
+    steps, mean = counted(d, e, most, alike_in_row(t, output))
+    # Order of the sums in Allowances: 0 to 5.
+    terms = (square, square * largest, size * e, t * t * square, steps, mean)
+    return _worst_element(d, most), Allowances.from_sums(terms, (largest, size * most), starts)
+
+
+def _has_loop(output: ElementFormat, block: int) -> bool:
+    return output.mantissa_bits <= FP32.mantissa_bits and block <= STEP_BLOCK
+
+
+def _panel_sums(
+    sides: Sides, output: ElementFormat, starts: NDArray[np.int64]
+) -> tuple[LevelFinding, Allowances]:
+    """Return what `panel_definition` does, in one pass."""
+    from degarble.harness.engine.budget import loops  # noqa: PLC0415  numba
+
+    c, t, e = (np.ascontiguousarray(side) for side in sides)
+    block = int(starts[1]) if len(starts) > 1 else c.shape[1]
+    stack = np.empty((len(c), len(starts), WIDTH))
+    rule = output.min_exponent, output.mantissa_bits <= _NARROW
+    row, column, off, most = loops.panel((c, t, e), block, output.mantissa_bits, rule, stack)
+    element = LevelFinding("element", (row, column), off, most / HEADROOM)
+    return element, Allowances(stack)
+
+
+def _finite(c: Array, t: Array, e: Array) -> Sides:
+    """Return 0 where a side is not finite."""
     known = np.isfinite(c) & np.isfinite(t)
-    with np.errstate(invalid="ignore"):
-        d = np.abs(c - t)
-    return np.where(known, d, 0.0), np.where(known, t, 0.0), np.where(known, e, 0.0)
+    return np.where(known, c, 0.0), np.where(known, t, 0.0), np.where(known, e, 0.0)
 
 
 def _slack(budget: Budget, shape: tuple[int, ...]) -> Tensor:
     slack = budget.slack.detach().cpu()
-    if not bool((slack >= 0).all()) or not bool(slack.isfinite().all()):
+    if slack.numel() and not (bool(slack.min() >= 0) and all_finite(slack)):
         raise InvalidArgument(
             "slack", "negative, infinite or NaN", "finite bounds that are not negative",
             "A component whose operands are not finite has no budget; look at its inputs.",
@@ -567,11 +598,10 @@ def _slack(budget: Budget, shape: tuple[int, ...]) -> Tensor:
     return slack.expand(shape)
 
 
-def _worst_element(d: NDArray[np.float64], most: NDArray[np.float64], start: int) -> LevelFinding:
+def _worst_element(d: NDArray[np.float64], most: NDArray[np.float64]) -> LevelFinding:
     row, column = divmod(int(_ratios(d, most).argmax()), d.shape[1])
-    place = (row + start, column)
     return LevelFinding(
-        "element", place, float(d[row, column]), float(most[row, column]) / HEADROOM
+        "element", (row, column), float(d[row, column]), float(most[row, column]) / HEADROOM
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import Undecided
+from degarble.harness.base.sums import all_finite
 from degarble.harness.engine.budget import traced
 from degarble.harness.engine.budget.budget import (
     Flips,
@@ -155,12 +156,11 @@ def _judged(
     # Only the reference computes in float64; outputs are judged as float32 at most.
     if twin.dtype is torch.float64:
         twin = twin.float()
-    known = twin.isfinite()
     # NaN and infinity get no slack: the candidate has to be of the same kind.
-    if not bool(known.all()):
-        slack = torch.where(known, budget.slack.expand(twin.shape), 0.0)
+    if not all_finite(twin):
+        slack = torch.where(twin.isfinite(), budget.slack.expand(twin.shape), 0.0)
         budget = replace(budget, slack=slack)
-    if not bool(budget.slack.isfinite().all()):
+    if not all_finite(budget.slack):
         return OutputResult(
             name, Verdict.UNDECIDED, undecided="its operands are not finite: no budget"
         )

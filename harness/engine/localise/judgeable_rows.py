@@ -14,9 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.base.sums import all_finite
 from degarble.harness.engine.faults.model_faults import facts_of, with_numerics
 from degarble.harness.engine.localise.replay import STATE, Batch, Replay, is_ragged, replayed, taken
-from degarble.harness.engine.localise.tensor_forms import LARGEST, all_finite, finite
+from degarble.harness.engine.localise.tensor_forms import LARGEST, finite
 from degarble.harness.model.family import family_of
 from degarble.references.binding import plain_call
 from degarble.references.facts import spans_of

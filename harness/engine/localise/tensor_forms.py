@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.base.sums import all_finite
 from degarble.harness.capture.files.records import site_of
 from degarble.harness.engine.budget.budget import LevelFinding, OutputResult
 from degarble.harness.engine.faults.model_faults import ComponentContext
@@ -328,11 +329,6 @@ def same_values(candidate: Tensor, twin: Tensor) -> bool:
     return torch.equal(candidate.nan_to_num(), twin.nan_to_num()) and torch.equal(
         candidate.isnan(), twin.isnan()
     )
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Tell whether every value is finite; a finite sum shows it in one pass without memory."""
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def finite(inputs: Tensors) -> bool:

@@ -33,7 +33,7 @@ from degarble.harness.engine.faults.fused_operations import epsilon_variant
 from degarble.harness.engine.faults.model_faults import unrounded, with_facts
 from degarble.harness.engine.localise.localise import During, localise
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
-from degarble.harness.formats.number_formats import BF16, E4M3, FP32, NVFP4
+from degarble.harness.formats.number_formats import BF16, E4M3, FP16, FP32, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
+
+    from degarble.harness.formats.number_formats import ElementFormat
 
 
 SHAPE = (256, 512)
@@ -393,8 +395,34 @@ def test_equal_elements_of_a_row_round_alike_and_are_healthy(
     judged = judge((exact * (1 + 2.0**-15)).bfloat16(), exact.bfloat16(), given)
     assert max(step.ratio for step in steps(judged).values()) <= HEADROOM
     monkeypatch.setattr(budget, "alike_in_row", lambda _values, _output: None)
+    monkeypatch.setattr(budget, "_has_loop", lambda _output, _block: False)
     alone = judge((exact * (1 + 2.0**-15)).bfloat16(), exact.bfloat16(), given)
     assert max(step.ratio for step in steps(alone).values()) > 1, "the case needs groups"
+
+
+@pytest.mark.parametrize("output", [BF16, FP16, FP32, E4M3], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("rows", "width", "block"), [(1, 1, 1), (3, 63, 7), (5, 71, 64), (9, 130, 2), (20, 1536, 64)]
+)
+def test_the_loop_returns_the_bits_of_the_definition(
+    rows: int, width: int, block: int, output: ElementFormat, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    shape = rows, width
+    t = generator.standard_normal(shape) * 10.0 ** generator.integers(-60, 30, shape)
+    t[generator.random(shape) < 0.2] = 0.0
+    # Few different mantissas, as numbers of few bits have.
+    t = np.where(generator.random(shape) < 0.5, t, np.ldexp(1.0, np.frexp(t)[1]))
+    e = np.abs(t) * generator.random(shape) * 1e-3
+    e[generator.random(shape) < 0.1] = 0.0
+    off = generator.random(shape) < 0.3
+    for c in (np.where(off & (e > 0), t * 1.01, t), np.where(off, t * 1.01 + 1e-9, t), t):
+        starts = np.arange(0, width, block)
+        assert budget._has_loop(output, block)
+        worst, found = budget._panel_sums((c, t, e), output, starts)
+        expected = budget.panel_definition((c, t, e), output, starts)
+        assert worst == expected[0]
+        assert np.array_equal(found.stack.view(np.int64), expected[1].stack.view(np.int64))
 
 
 def test_rows_far_below_epsilon_have_one_factor_and_are_healthy() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.base.sums import all_finite
 from degarble.harness.capture.files.records import BIASES
 from degarble.harness.engine.adopted.statement import statement_of
 from degarble.harness.engine.conventions.learned import (
@@ -38,7 +39,6 @@ from degarble.harness.engine.diagnose.judge.product import (
     OUTPUTS,
     MatrixOperand,
     Product,
-    all_finite,
 )
 from degarble.harness.engine.diagnose.judge.report import Causes
 from degarble.harness.engine.localise.recorded_run import same_bits

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.base.sums import all_finite
 from degarble.harness.engine.budget.budget import HEADROOM, spacing
 from degarble.harness.engine.budget.rules import U, ambiguous, summed
 from degarble.harness.engine.compare.compare import values_of_any
@@ -226,13 +227,6 @@ class Product:
         words = "bias: one more rounding in float32"
         told = (*budget.derivation[:-1], words, budget.derivation[-1])
         return replace(budget, slack=budget.slack + added, derivation=told)
-
-
-def all_finite(values: Tensor) -> bool:
-    """Tell whether no value is NaN or infinite; a finite sum proves it quickly."""
-    wide = values.float() if values.dtype.itemsize == 1 else values  # torch cannot sum FP8
-    # The sum is fast; it may overflow, so the full check decides.
-    return bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
 
 
 def _on_cpu(held: Tensor | QuantisedTensor) -> Tensor | QuantisedTensor:
