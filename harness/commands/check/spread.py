@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.answers import JudgingTask
 
 AGAIN = 2  # times that a component runs again whose worker died
-_HEAVY = ("transformers.models.", "degarble.harness.inference.traced", "degarble.references.traced")
+_HEAVY = "transformers.models."  # modules that a model may need and CHECK_IMPORTS leaves out
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +88,20 @@ def test_workers_import_while_the_command_does(
         with suppress(Exception):  # nothing is judged
             check(*options)
     assert begun == [[workers.CHECK_IMPORTS]]
+
+
+def test_what_workers_import_lets_the_command_keep_their_server() -> None:
+    """Modules that every check imports are none that a model alone needs; loops are loaded."""
+    code = f"""
+import sys, threading
+import {workers.CHECK_IMPORTS}
+from degarble.harness.commands.check import spread
+from degarble.harness.engine.budget import loops
+print([name for name in sys.modules if name.startswith(spread._HEAVY)])
+print(len(loops.panel.signatures), threading.active_count())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n1 1\n"
 
 
 def test_a_killed_check_goes_on_and_says_the_same(
