@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,7 @@ class HeldWeights(Mapping[str, Weight]):
 
 WINDOW = 256 << 20  # bytes handed out between two releases
 AHEAD = 128 << 20  # bytes requested before they are used
+_LOCATED = 4096  # weights whose place and form are remembered: more than a layer has
 _GRAIN = 4096  # blocks of 32 that one thread decodes at least
 _PANELS = 4  # rows of 128x128 blocks that one thread decodes at least
 _NO_OVERFLOW = 252  # UE8M0 codes below it times 6 stay within float32
@@ -105,6 +107,7 @@ class StreamedWeights(Mapping[str, Weight]):
     def __init__(self, checkpoint: Checkpoint, config: Config) -> None:
         assert checkpoint.names is not None, "called only for a known model"
         self._checkpoint = checkpoint
+        self._stored = lru_cache(maxsize=_LOCATED)(checkpoint.stored)
         self._config = config
         self._names = checkpoint.names.present
         self._expected: deque[str] = deque()
@@ -123,7 +126,7 @@ class StreamedWeights(Mapping[str, Weight]):
             self._checkpoint.release()
             self._handed_out = 0
             self._since.clear()
-        stored = self._checkpoint.stored(name)
+        stored = self._stored(name)
         size = _size(stored)
         if name not in self._since:
             self._since.add(name)
@@ -169,7 +172,7 @@ class StreamedWeights(Mapping[str, Weight]):
             most -= size
             if name not in self._shown:
                 self._shown.add(name)
-                yield self._checkpoint.stored(name).weight()
+                yield self._stored(name).weight()
 
     def close(self) -> None:
         """Close files and release memory."""
@@ -182,7 +185,7 @@ class StreamedWeights(Mapping[str, Weight]):
         """Ask the disk for what comes next, up to AHEAD bytes."""
         while self._expected and sum(self._requested.values()) < AHEAD:
             name = self._expected.popleft()
-            stored = self._checkpoint.stored(name)
+            stored = self._stored(name)
             self._requested[name] = _size(stored)
             for part, entry in stored.form.parts.items():
                 if stored.boxes is None or part in stored.boxes:
