@@ -47,7 +47,7 @@ from degarble.kernels.runtime.pdl import EARLY, let_follow, wait_for_front
 from degarble.kernels.runtime.targets import TARGETS
 
 LANES = 32
-HELD = 3  # of four words' activations, in registers, where two thread blocks share a processor
+HELD = 2  # of four words' activations, in registers, where two thread blocks share a processor
 WHOLE_CARVEOUT = 100  # per cent; CUDA Driver API 13.0, preferred shared memory carveout
 
 
@@ -64,7 +64,7 @@ class W4A16Thread(NamedTuple):
     tile: Any  # the thread block's first
     rank: Any  # of its thread block in the cluster
     row: Any = 0  # of activations, the first
-    matrix: tuple[Any, ...] = ()  # the number of the row's matrix, by row alone
+    matrix: tuple[Any, ...] = ()  # the number of the run's matrix, by row alone
 
 
 class W4A16Memory(NamedTuple):
@@ -74,6 +74,8 @@ class W4A16Memory(NamedTuple):
     kept_full: Any
     ring: Any
     kept: Any
+    sums: Any = None  # of parts of a run, twice, by row alone; the scales of runs follow
+    scales: Any = None
 
 
 class Views(NamedTuple):
@@ -222,26 +224,50 @@ def copy_weights(
             copy_box(views.scales, of_scales, (span, own), to, barrier)
 
 
+Rings = tuple[Any, Any, Any, Any]  # place and parity in the ring of stages, then of activations
+
+
+def first_places(parity: int) -> Rings:
+    """Return where both rings begin.
+
+    Parity 1 of a fresh barrier counts as ended: the first pass over each ring asks without waiting.
+    """
+    return Uint32(0), Uint32(parity), Uint32(0), Uint32(parity)
+
+
 @cute.jit
 def ask(
     views: Views,
     place: W4A16Thread,
     memory: W4A16Memory,
     counts: tuple[Uint32, Uint32],
+    asked: tuple[Rings, Any],
     form: cutlass.Constexpr,
-) -> None:
-    """Issue all copies in the order in which they are used, as soon as there is space."""
+) -> Rings:
+    """Issue all copies in the order in which they are used, as soon as there is space.
+
+    `asked` has the rings, and by row the output's scale: its slot and factors. It is left before
+    the last stage is asked for, so that who waits for that stage sees it. The scale that was in the
+    slot, SCALE_SLOTS runs before, has been read by then: every warp gave back a later run's stage.
+    """
     rounds, kept_count = counts
-    # Parity 1 of a fresh barrier counts as ended: the first pass over each ring does not wait.
-    at, phase, kept_at, kept_phase = Uint32(0), Uint32(1), Uint32(0), Uint32(1)
+    rings, scale = asked
+    at, phase, kept_at, kept_phase = rings
     for round_ in cutlass.range(Int32(0), Int32(rounds), unroll=1):
         ptx.await_phase(memory.kept_full + EMPTY + kept_at * 8, kept_phase)
         ask_activations(views, place, memory, (Uint32(round_), kept_at), form)
         kept_at, kept_phase = next_place(kept_at, kept_phase, kept_count)
         for tile in cutlass.range(Int32(0), form.tiles, unroll=1):
             ptx.await_phase(memory.full + EMPTY + at * 8, phase)
+            if cutlass.const_expr(form.by_row):  # noqa: SIM102  the first is settled when traced
+                if (Uint32(round_) + 1 == rounds) & (Uint32(tile) + 1 == form.tiles):
+                    # Trap: without a branch here (this wait has ended) ptxas makes the store one
+                    # instruction under a predicate, and the first stage waits for the factors.
+                    ptx.await_phase(memory.full + EMPTY + at * 8, phase)
+                    ptx.store_factors(*scale)
             ask_weights(views, place, memory, (Uint32(round_), Uint32(tile), at), form)
             at, phase = next_place(at, phase, form.stages)
+    return at, phase, kept_at, kept_phase
 
 
 class Sources(NamedTuple):
@@ -353,22 +379,19 @@ def add_tile(
 
 
 @cute.jit
-def multiply(
+def add_rounds(
+    sums: Any,
     sources: Sources,
     place: W4A16Thread,
     memory: W4A16Memory,
-    counts: tuple[Uint32, Uint32],
+    walk: tuple[W4A16Lane, tuple[Uint32, Uint32], Rings],
     form: cutlass.Constexpr,
-) -> None:
-    """Add up a part of K for the tiles of a warp, and leave the sums where the stages were."""
-    rounds, kept_count = counts
+) -> Rings:
+    """Add up a part of K for the tiles of a warp; give back every stage and all activations."""
+    lane, (rounds, kept_count), rings = walk
+    at, phase, kept_at, kept_phase = rings
     _, _, columns = sources.extents
     numbers = form.tiles * form.columns // 2
-    sums = cute.make_rmem_tensor(numbers, Float32)
-    for i in cutlass.range_constexpr(numbers):
-        sums[i] = Float32(0.0)
-    lane = lane_of(place, memory, form)
-    at, phase, kept_at, kept_phase = Uint32(0), Uint32(0), Uint32(0), Uint32(0)
     for round_ in cutlass.range(Int32(0), Int32(rounds), unroll=1):
         step = Uint32(round_) * facts.PARTS + place.rank * form.parts + place.part
         first = step * facts.STEP
@@ -390,9 +413,32 @@ def multiply(
         empty = memory.kept_full + EMPTY + kept_at * 8
         ptx.give_back(empty, last, sources.zero, place.lane == 0)
         kept_at, kept_phase = next_place(kept_at, kept_phase, kept_count)
+    return at, phase, kept_at, kept_phase
+
+
+def together(form: W4A16Form) -> None:
+    """Wait for all warps that multiply."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=form.warps * LANES)
+
+
+@cute.jit
+def multiply(
+    sources: Sources,
+    place: W4A16Thread,
+    memory: W4A16Memory,
+    counts: tuple[Uint32, Uint32],
+    form: cutlass.Constexpr,
+) -> None:
+    """Add up a part of K for the tiles of a warp, and leave the sums where the stages were."""
+    numbers = form.tiles * form.columns // 2
+    sums = cute.make_rmem_tensor(numbers, Float32)
+    for i in cutlass.range_constexpr(numbers):
+        sums[i] = Float32(0.0)
+    walk = (lane_of(place, memory, form), counts, first_places(0))
+    add_rounds(sums, sources, place, memory, walk, form)
 
     # Sums overwrite the ring: every multiplying warp has to be past its last stage.
-    cute.arch.barrier(barrier_id=1, number_of_threads=form.warps * LANES)
+    together(form)
     own = memory.ring + place.warp * form.sum_bytes
     for i in cutlass.range_constexpr(numbers // 4):
         four = [ops.bits_of(sums[4 * i + j]) for j in range(4)]
@@ -438,66 +484,9 @@ def add_parts(
             ptx.store_rounded(out + Int64((row * outputs + output) * 2), total)
 
 
-def block_of_rows() -> Any:
-    """Return the number of a thread block's row of the output, by row."""
-    _, _, block = cute.arch.block_idx()
-    return Uint32(block)
-
-
-def own_matrix(
-    place: W4A16Thread,
-    chosen: Any,
-    extents: tuple[Any, ...],
-    form: W4A16ByRowForm,
-    read: Callable[[Any], Any],
-) -> tuple[W4A16Thread, Any]:
-    """Return the loading warp's position with its row and matrix, and the expert; `chosen` by slot.
-
-    Rows of the shared expert, whose matrices are the last ones, come first. A row whose expert is
-    not here gets a matrix beyond the last one, of which TMA reads zeros.
-    """
-    row, product = block_of_rows() // form.products, block_of_rows() % form.products
-    shared, routed, experts = (Uint32(extent) for extent in extents[4:])
-    number = read(chosen + Int64(facts.slot_of(row, shared)) * 4)
-    expert = facts.expert_of(row, number, (shared, routed, experts))
-    return place._replace(row=row, matrix=(expert * form.products + product,)), expert
-
-
-def likely_matrix(
-    place: W4A16Thread, pointers: tuple[Any, ...], extents: tuple[Any, ...], form: W4A16Form
-) -> W4A16Thread:
-    """Return the position whose weights are prefetched to L2.
-
-    By row it is a guess: an expert that is still being written costs a copy to L2, and nothing else
-    follows from it.
-    """
-    if not isinstance(form, W4A16ByRowForm):
-        return place
-    return own_matrix(place, pointers[6].toint(), extents, form, ptx.early_word)[0]
-
-
-def scale_of(
-    expert: Any, pointers: tuple[Any, ...], extents: tuple[Any, ...], form: W4A16ByRowForm
-) -> Any:
-    """Return the scale of the output; 0 where the expert is not here."""
-    known = expert < Uint32(extents[6])
-    at, product = Int64(ops.select(known, expert, Uint32(0))), block_of_rows() % form.products
-    of_weights = ptx.global_number(pointers[3].toint() + (at * form.products + Int64(product)) * 4)
-    of_input = ptx.global_number(pointers[5].toint() + at * 4)
-    # The float32 product that the GEMM of tiles uses.
-    return ops.select(known, ops.multiply_rn(of_input, of_weights), Float32(0.0))
-
-
-@cute.kernel
-def w4a16_kernel(
-    views: Views,
-    pointers: tuple[cute.Pointer, ...],
-    extents: tuple[Int32, ...],
-    form: cutlass.Constexpr,
-) -> None:
-    """Dispatch by warp: the last one loads, the others multiply; then add the parts of K."""
-    rows, outputs, columns, kept_count = (Uint32(extent) for extent in extents[:4])
-    place, memory = place_of(form), memory_of(form)
+@cute.jit
+def set_up(views: Views, place: W4A16Thread, memory: W4A16Memory, form: cutlass.Constexpr) -> None:
+    """Fetch the descriptors and begin the barriers."""
     if place.warp == form.warps:
         for atom, _ in views:
             cpasync.prefetch_descriptor(atom)
@@ -508,33 +497,30 @@ def w4a16_kernel(
             ptx.begin_barrier(first + EMPTY + place.lane * 8, form.warps)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
+
+
+@cute.kernel
+def w4a16_kernel(
+    views: Views,
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Dispatch by warp: the last one loads, the others multiply; then add the parts of K."""
+    rows, outputs, columns, kept_count = (Uint32(extent) for extent in extents)
+    place, memory = place_of(form), memory_of(form)
+    set_up(views, place, memory, form)
     # PDL: the next kernel may set up from here on. This one reads and writes no global memory
     # before the previous kernel, and with it everything that kernel waited for, has ended.
     let_follow()
-    if cutlass.const_expr(form.asks_early):  # noqa: SIM102  the first is settled when traced
-        if place.warp == form.warps:
-            likely = likely_matrix(place, pointers, extents, form)
-            ask_early(views, likely, ceil_div(columns, facts.ROUND), form)
-    wait_for_front()
-    kept_scale = memory.kept + kept_count * form.kept_bytes
-    if cutlass.const_expr(form.by_row):
-        rows, zero = Uint32(1), kept_count // 128
-    else:
-        zero = rows // 128
-    sources = Sources(pointers[2].toint(), (rows, outputs, columns), zero)
-    counts = ceil_div(columns, facts.ROUND), kept_count
-    if cutlass.const_expr(not form.by_row):
-        scale = ptx.global_number(pointers[3].toint())
     if place.warp == form.warps:
-        if cutlass.const_expr(form.by_row):
-            own, expert = own_matrix(place, pointers[6].toint(), extents, form, ptx.global_word)
-            own_scale = scale_of(expert, pointers, extents, form)
-            ask(views, own, memory, counts, form)
-            # By shared memory, because the multiplying warps have no register to spare; not before
-            # the copies, because the scale comes late.
-            ptx.store_number(kept_scale, own_scale)
-        else:
-            ask(views, place, memory, counts, form)
+        ask_early(views, place, ceil_div(columns, facts.ROUND), form)
+    wait_for_front()
+    sources = Sources(pointers[2].toint(), (rows, outputs, columns), rows // 128)
+    counts = ceil_div(columns, facts.ROUND), kept_count
+    scale = ptx.global_number(pointers[3].toint())
+    if place.warp == form.warps:
+        ask(views, place, memory, counts, (first_places(1), None), form)
     else:
         multiply(sources, place, memory, counts, form)
     if cutlass.const_expr(form.ranks == 1):
@@ -542,14 +528,205 @@ def w4a16_kernel(
     else:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-    out = pointers[4].toint()
-    if cutlass.const_expr(form.by_row):
-        scale = ptx.shared_number(kept_scale, 0, 1)
-        out = out + Int64(block_of_rows()) * Int64(outputs * 2)
-    add_parts(out, (rows, outputs), scale, memory.ring, form)
+    add_parts(pointers[4].toint(), (rows, outputs), scale, memory.ring, form)
     if cutlass.const_expr(form.ranks > 1):
         cute.arch.cluster_arrive()  # shared memory has to exist while others read it
         cute.arch.cluster_wait()
+
+
+# ---- by row --------------------------------------------------------------------------------------
+
+
+class Walk(NamedTuple):
+    """The runs of a thread block: from its own number on in steps of `blocks`, below `runs`."""
+
+    block: Any
+    blocks: Any
+    runs: Any  # of all rows
+    of_matrix: Any  # runs
+
+
+def walk_of(rows: Any, of_matrix: Any, form: W4A16ByRowForm) -> Walk:
+    """Return this thread block's walk."""
+    (block, _, _), (blocks, _, _) = cute.arch.block_idx(), cute.arch.grid_dim()
+    return Walk(Uint32(block), Uint32(blocks), of_matrix * rows * form.products, of_matrix)
+
+
+def chosen_for(
+    run: Any, walk: Walk, chosen: Any, shared: Any, form: W4A16ByRowForm, read: Callable[[Any], Any]
+) -> Any:
+    """Return what the slot of a run's row chose; `chosen` is the address of the first."""
+    _, row, _ = facts.run_place(run, walk.of_matrix, form.products)
+    return read(chosen + Int64(facts.slot_of(row, shared)) * 4)
+
+
+def own_matrix(
+    place: W4A16Thread, run: Any, walk: Walk, form: W4A16ByRowForm, chosen: Any, counts: Any
+) -> tuple[W4A16Thread, Any, Any]:
+    """Return the loading warp's position in a run, its expert, and which of the expert's matrices.
+
+    Counts: rows of the shared expert, which come first and whose matrices are the last ones; routed
+    experts; all. A row whose expert is not here gets a matrix beyond the last one, of which TMA
+    reads zeros.
+    """
+    first, row, product = facts.run_place(run, walk.of_matrix, form.products)
+    expert = facts.expert_of(row, chosen, counts)
+    matrix = (expert * form.products + product,)
+    return place._replace(tile=first * form.tiles, row=row, matrix=matrix), expert, product
+
+
+def scale_of(
+    expert: Any, product: Any, pointers: tuple[Any, ...], experts: Any, form: W4A16ByRowForm
+) -> tuple[tuple[Any, Any], Any]:
+    """Return both factors of the output's scale, and whether the expert is here.
+
+    Their product is the float32 number that the GEMM of tiles uses.
+    """
+    known = expert < experts
+    at = Int64(ops.select(known, expert, Uint32(0)))
+    of_weights = ptx.global_number(pointers[3].toint() + (at * form.products + Int64(product)) * 4)
+    return (ptx.global_number(pointers[5].toint() + at * 4), of_weights), known
+
+
+@cute.jit
+def ask_runs(
+    views: Views,
+    place: W4A16Thread,
+    memory: W4A16Memory,
+    pointers: tuple[Any, ...],
+    told: tuple[Walk, tuple[Any, ...], tuple[Any, Any]],
+    form: cutlass.Constexpr,
+) -> None:
+    """Issue the copies of one run after the other, and leave the scale of each."""
+    walk, counts, rounds = told
+    shared, chosen = counts[0], pointers[6].toint()
+    at, phase, kept_at, kept_phase = first_places(1)
+    number = chosen_for(walk.block, walk, chosen, shared, form, ptx.global_word)
+    for each in cutlass.range(Int32(walk.block), Int32(walk.runs), Int32(walk.blocks), unroll=1):
+        run = Uint32(each)
+        own, expert, product = own_matrix(place, run, walk, form, number, counts)
+        scale = scale_of(expert, product, pointers, counts[2], form)
+        # The next run's choice is read a run ahead: nothing waits for it.
+        following = ops.minimum(run + walk.blocks, walk.runs - 1)
+        number = chosen_for(following, walk, chosen, shared, form, ptx.global_word)
+        slot = memory.scales + run // walk.blocks % facts.SCALE_SLOTS * facts.SLOT_BYTES
+        asked = (at, phase, kept_at, kept_phase), (slot, *scale)
+        at, phase, kept_at, kept_phase = ask(views, own, memory, rounds, asked, form)
+
+
+@cute.jit
+def multiply_runs(
+    sources: Sources,
+    place: W4A16Thread,
+    memory: W4A16Memory,
+    out: Int64,
+    told: tuple[Walk, tuple[Uint32, Uint32]],
+    form: cutlass.Constexpr,
+) -> None:
+    """Add up a part of K for the tiles of a warp, run after run, and the parts of each run.
+
+    Copies of the next run go on meanwhile: sums have memory of their own. A buffer is filled again
+    after the next run's barrier, before which its readers have added it up.
+    """
+    walk, counts = told
+    numbers = form.tiles * form.columns // 2
+    sums = cute.make_rmem_tensor(numbers, Float32)
+    lane = lane_of(place, memory, form)
+    at, phase, kept_at, kept_phase = first_places(0)
+    for each in cutlass.range(Int32(walk.block), Int32(walk.runs), Int32(walk.blocks), unroll=1):
+        for i in cutlass.range_constexpr(numbers):
+            sums[i] = Float32(0.0)
+        state = (lane, counts, (at, phase, kept_at, kept_phase))
+        at, phase, kept_at, kept_phase = add_rounds(sums, sources, place, memory, state, form)
+        run = Uint32(each)
+        turn = run // walk.blocks
+        buffer = memory.sums + turn % facts.SUM_BUFFERS * form.run_bytes
+        leave_sums(sums, buffer, place, form)
+        together(form)
+        scale = memory.scales + turn % facts.SCALE_SLOTS * facts.SLOT_BYTES
+        add_run(out, (run, walk.of_matrix, sources.extents[1]), buffer, scale, form)
+
+
+@cute.jit
+def leave_sums(sums: Any, buffer: Any, place: W4A16Thread, form: cutlass.Constexpr) -> None:
+    """Write a warp's sums of the only row: column 0 of an mma is in every fourth lane."""
+    if place.lane % 4 == 0:
+        for tile in cutlass.range_constexpr(form.tiles):
+            for half in cutlass.range_constexpr(2):
+                output = place.lane // 4 + (tile * facts.TILE + 8 * half)
+                to = buffer + facts.run_sum_offset(place.part, output, form.outputs)
+                ptx.store_number(to, sums[4 * tile + 2 * half])
+
+
+@cute.jit
+def add_run(
+    out: Int64,
+    told: tuple[Uint32, Uint32, Uint32],
+    buffer: Uint32,
+    scale: Uint32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Add a run's parts in the order of their number, scale, round and write: a thread an output.
+
+    Told are the run, the runs of a matrix and its outputs; `scale` is an address.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    own = Uint32(thread)
+    if own < form.outputs:
+        run, of_matrix, outputs = told
+        numbers = [
+            ptx.shared_number(buffer + facts.run_sum_offset(part, own, form.outputs), 0, 1)
+            for part in range(facts.PARTS)
+        ]
+        factor = ptx.shared_scale(scale)
+        total = numbers[0]
+        for number in numbers[1:]:
+            total = ops.add_rn(total, number)
+        if cutlass.const_expr(not TARGETS[form.target].converts_e2m1):
+            total = ops.multiply_rn(total, 2.0**-facts.DECODED_EXPONENT)
+        total = ops.multiply_rn(total, factor)
+        first, row, product = facts.run_place(run, of_matrix, form.products)
+        tile = first * form.tiles + own // facts.TILE
+        output = facts.row_of(tile, own % facts.TILE, form.layout)
+        if output < outputs:
+            before = Int64(row * form.products + product) * Int64(outputs)
+            ptx.store_rounded(out + (before + Int64(output)) * 2, total)
+
+
+@cute.kernel
+def by_row_kernel(
+    views: Views,
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Dispatch by warp: the last one loads, the others multiply and add up, run after run."""
+    rows, outputs, columns, kept_count, of_matrix, *counts = (Uint32(each) for each in extents)
+    place, memory = place_of(form), memory_of(form)
+    sums = memory.kept + kept_count * form.kept_bytes
+    memory = memory._replace(sums=sums, scales=sums + facts.SUM_BUFFERS * form.run_bytes)
+    set_up(views, place, memory, form)
+    let_follow()  # as above
+    walk = walk_of(rows, of_matrix, form)
+    rounds = ceil_div(columns, facts.ROUND)
+    if cutlass.const_expr(form.asks_early):  # noqa: SIM102  the first is settled when traced
+        if place.warp == form.warps:
+            # A guess: an expert that is still being written costs a copy to L2, and nothing else
+            # follows from it.
+            chosen = pointers[6].toint()
+            likely = chosen_for(walk.block, walk, chosen, counts[0], form, ptx.early_word)
+            own, _, _ = own_matrix(place, walk.block, walk, form, likely, counts)
+            ask_early(views, own, rounds, form)
+    wait_for_front()
+    if place.warp == form.warps:
+        ask_runs(views, place, memory, pointers, (walk, counts, (rounds, kept_count)), form)
+    else:
+        sources = Sources(pointers[2].toint(), (Uint32(1), outputs, columns), kept_count // 128)
+        told = (walk, (rounds, kept_count))
+        multiply_runs(sources, place, memory, pointers[4].toint(), told, form)
+
+
+# ---- launches ------------------------------------------------------------------------------------
 
 
 def view(
@@ -644,18 +821,18 @@ def launch_by_row(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch on rows, N, K, experts, rows of the shared expert, rounds kept, grid, shared bytes.
+    """Launch on rows, N, K, experts, shared rows, rounds kept, grid, shared bytes, matrix's runs.
 
     Pointers: rows, codes, scales, decode scales of matrices, output, decode scales of rows by
     expert, experts of rows.
     """
-    rows, outputs, columns, experts, shared, kept_count, blocks, shared_bytes = extents
+    rows, outputs, columns, experts, shared, kept_count, blocks, shared_bytes, of_matrix = extents
     matrices = experts * form.products
     views = views_by_row(pointers, (rows, outputs, columns, matrices), form)
     routed = experts - cutlass.min(shared, 1)
-    more = (shared, routed, experts)
-    w4a16_kernel(views, pointers, (rows, outputs, columns, kept_count, *more), form).launch(
-        grid=[blocks, 1, rows * form.products],
+    numbers = (rows, outputs, columns, kept_count, of_matrix, shared, routed, experts)
+    by_row_kernel(views, pointers, numbers, form).launch(
+        grid=[blocks, 1, 1],
         block=[form.threads, 1, 1],
         smem=shared_bytes,
         min_blocks_per_mp=form.resident,

@@ -131,6 +131,26 @@ def store_number(address: Any, number: Any) -> None:
     emit("st.shared.f32 [{$r0}], {$r1};", [], address, number)
 
 
+def store_factors(address: Any, factors: tuple[Any, Any], known: Any) -> None:
+    """Write two factors to 16 bytes of shared memory, and whether they are known.
+
+    As they were read: ptxas would move arithmetic, and its wait for them, out of a loop.
+    """
+    text = "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r3}};"
+    bits = [ops.bits_of(factor) for factor in factors]
+    emit(text, [], address, *bits, ops.select(known, Uint32(1), Uint32(0)))
+
+
+def shared_scale(address: Any) -> Any:
+    """Return the product of two factors that `store_factors` wrote; 0 where they are not known."""
+    text = """{
+    .reg .pred known; .reg .b32 one, other; .reg .f32 a, b;
+    ld.shared.v4.b32 {a, b, one, other}, [{$r0}];
+    setp.ne.u32 known, one, 0; mul.rn.f32 a, a, b; selp.f32 {$w0}, a, 0f00000000, known;
+    }"""
+    return emit(text, [Float32], address)
+
+
 def shared_number(address: Any, rank: int, ranks: int) -> Any:
     """Read a float32 from the shared memory of a thread block of the cluster."""
     if ranks == 1:

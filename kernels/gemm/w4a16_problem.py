@@ -42,6 +42,9 @@ LARGEST_ROWS = 64
 LARGEST_WEIGHT = 1 << 32  # so that a byte of the codes has a 32-bit offset
 BARRIER_BYTES = 512  # 16 full and 16 empty barriers, for stages and again for activations
 DECODED_EXPONENT = -8  # what the kernel multiplies are weights times 2**-8: see e2m1_pairs
+SUM_BUFFERS = 2  # by row: one is added up while the other one is filled
+SCALE_SLOTS = 16  # by row: scales of runs that follow each other
+SLOT_BYTES = 16  # both factors of a scale, and whether they are known
 
 LAYOUTS: Mapping[str, ScaleLayout] = MappingProxyType(
     {layout.name: layout for layout in (LINEAR, SWIZZLE_128X4)}
@@ -211,13 +214,26 @@ class W4A16Form:
         """Return the bytes of all stages, or of the sums that replace them if those are more."""
         return max(self.stages * self.stage_bytes, self.warps * self.sum_bytes)
 
+    @property
+    def more_bytes(self) -> int:
+        """Return the bytes behind stages and activations."""
+        return 0
+
 
 @dataclass(frozen=True)
 class W4A16ByRowForm(W4A16Form):
-    """Compile-time parameters where each row multiplies its own expert's matrices."""
+    """Compile-time parameters where each row multiplies its own expert's matrices.
+
+    A run is what a thread block computes between two additions of parts: `outputs` of one matrix.
+    """
 
     products: int  # matrices of an expert, over the same row: gate and up, or one
     early: bool  # whether weights are prefetched before the previous launch has ended
+
+    def __post_init__(self) -> None:
+        assert self.groups == self.ranks == 1, self
+        # With fewer slots a scale could be overwritten before it is read: see `ask_rounds`.
+        assert self.stages < SCALE_SLOTS, self
 
     @property
     def by_row(self) -> bool:
@@ -228,6 +244,21 @@ class W4A16ByRowForm(W4A16Form):
     def asks_early(self) -> bool:
         """Return whether weights are prefetched before the previous launch has ended."""
         return self.early
+
+    @property
+    def ring_bytes(self) -> int:
+        """Return the bytes of all stages: the next run's weights come while sums are added."""
+        return self.stages * self.stage_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        """Return the bytes of the sums of a run, part by part."""
+        return PARTS * self.outputs * 4
+
+    @property
+    def more_bytes(self) -> int:
+        """Return the bytes of sums and scales, behind stages and activations."""
+        return SUM_BUFFERS * self.run_bytes + SCALE_SLOTS * SLOT_BYTES
 
 
 @dataclass(frozen=True)
@@ -298,18 +329,21 @@ def grid(problem: W4A16Problem, form: W4A16Form) -> int:
     return blocks
 
 
-def rounds_kept(problem: W4A16Problem, form: W4A16Form) -> int:
-    """Return how many rounds of activations shared memory holds at the same time."""
+def rounds_kept(problem: W4A16Problem, form: W4A16Form, turns: int = 1) -> int:
+    """Return how many rounds of activations shared memory holds at the same time.
+
+    A thread block of several turns asks for those of its next run as well.
+    """
     shared = (SHARED_BYTES + RESERVED_BYTES) // form.resident - RESERVED_BYTES
-    fit = (shared - BARRIER_BYTES - form.ring_bytes) // form.kept_bytes
+    fit = (shared - BARRIER_BYTES - form.ring_bytes - form.more_bytes) // form.kept_bytes
     assert fit > 0, (problem, form)
-    return min(problem.rounds, fit, LARGEST_KEPT)
+    return min(turns * problem.rounds, fit, LARGEST_KEPT)
 
 
-def shared_bytes(problem: W4A16Problem, form: W4A16Form) -> int:
-    """Return the shared memory of a thread block: barriers, stages, activations."""
-    kept = rounds_kept(problem, form) * form.kept_bytes
-    return BARRIER_BYTES + form.ring_bytes + kept
+def shared_bytes(problem: W4A16Problem, form: W4A16Form, turns: int = 1) -> int:
+    """Return the shared memory of a thread block: barriers, stages, activations, by row more."""
+    kept = rounds_kept(problem, form, turns) * form.kept_bytes
+    return BARRIER_BYTES + form.ring_bytes + kept + form.more_bytes
 
 
 def activation_box(form: W4A16Form) -> tuple[int, ...]:
@@ -365,6 +399,17 @@ def expert_of(row: Any, chosen: Any, counts: tuple[Any, Any, Any]) -> Any:
     shared, routed, experts = counts
     found = ops.select(chosen < routed, chosen, experts)
     return ops.select(row < shared, routed, found)
+
+
+def run_place(run: Any, of_matrix: Any, products: int) -> tuple[Any, Any, Any]:
+    """Return a run's place in its matrix, its row, and which of the row's matrices that is."""
+    matrix = run // of_matrix
+    return run % of_matrix, matrix // products, matrix % products
+
+
+def run_sum_offset(part: Any, output: Any, outputs: int) -> Any:
+    """Return the byte offset of a part's sum of one output of a run."""
+    return (part * outputs + output) * 4
 
 
 def sum_place(number: Any, tiles: int) -> tuple[Any, Any, Any]:

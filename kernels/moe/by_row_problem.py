@@ -20,7 +20,6 @@ from degarble.kernels.primitives.quantise_problem import BLOCK, SWIGLU, VALUES
 from degarble.kernels.runtime.targets import SM90A
 
 MOST_TOKENS = product.LARGEST_ROWS
-SCALE_BYTES = 16  # of shared memory behind the activations: the scale of the output
 DECODING_THREADS = 128  # of a thread block, a block of 16 values each
 
 
@@ -156,18 +155,43 @@ def choose_decode_form(problem: DecodeProblem, target: str) -> DecodeForm:
     return DecodeForm(problem.source, limit, target)
 
 
-def extents_of(problem: ByRowProblem, form: W4A16ByRowForm) -> tuple[int, ...]:
-    """Return rows, N, K, experts, shared rows, rounds kept, thread blocks, shared bytes."""
+def runs(problem: ByRowProblem, form: W4A16ByRowForm) -> tuple[int, int]:
+    """Return the runs of one matrix and those of all rows."""
+    of_matrix = product.grid(matrix_problem(problem, form.products), form)
+    return of_matrix, of_matrix * form.products * problem.rows
+
+
+def thread_blocks(problem: ByRowProblem, form: W4A16ByRowForm, processors: int) -> int:
+    """Return as many thread blocks as are there at once; each walks what runs it gets."""
+    _, every = runs(problem, form)
+    return min(every, form.resident * processors)
+
+
+def blocks_of_turns(problem: ByRowProblem, form: W4A16ByRowForm, turns: int) -> int:
+    """Return the fewest thread blocks of which none walks more than so many runs."""
+    _, every = runs(problem, form)
+    blocks: int = ceil_div(every, turns)
+    return blocks
+
+
+def extents_of(problem: ByRowProblem, form: W4A16ByRowForm, blocks: int) -> tuple[int, ...]:
+    """Return rows, N, K, experts, shared rows, rounds kept, thread blocks, shared bytes, runs.
+
+    The runs are those of one matrix.
+    """
     one = matrix_problem(problem, form.products)
+    of_matrix, every = runs(problem, form)
+    turns = ceil_div(every, blocks)
     return (
         problem.rows,
         one.outputs,
         one.columns,
         problem.experts,
         problem.shared_rows,
-        product.rounds_kept(one, form),
-        product.grid(one, form),
-        product.shared_bytes(one, form) + SCALE_BYTES,
+        product.rounds_kept(one, form, turns),
+        blocks,
+        product.shared_bytes(one, form, turns),
+        of_matrix,
     )
 
 

@@ -147,7 +147,9 @@ _Product = Operand[ByRowProblem]
 
 
 def _product_numbers(of: LaunchContext[ByRowProblem, W4A16ByRowForm]) -> tuple[Any, ...]:
-    return (facts.extents_of(of.problem, of.form),)
+    # The tactic is a number of thread blocks; in fewer of them each walks more runs.
+    blocks = of.tactic or facts.thread_blocks(of.problem, of.form, of.processors)
+    return (facts.extents_of(of.problem, of.form, blocks),)
 
 
 def _product(
@@ -192,7 +194,7 @@ def _product(
             _Product("experts", INTEGERS, lambda p: (p.moe.tokens, p.moe.chosen)),
         ),
         choose_form=choose_form,
-        kinds=((Int32,) * 8,),
+        kinds=((Int32,) * 9,),
         numbers=_product_numbers,
         work=lambda problem: problem.rows,
     )

@@ -19,7 +19,7 @@ import torch
 
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
-from degarble.kernels.moe.by_row_problem import ByRowProblem
+from degarble.kernels.moe.by_row_problem import ByRowProblem, blocks_of_turns, form_of
 from degarble.kernels.moe.problem import GATE_AND_UP, NONE, MoeProblem
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
 from degarble.kernels.runtime.compiling import CompileSettings
@@ -29,11 +29,15 @@ from degarble.suites.kernels.moe import moe_checks
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm, W4A16Tactic
+
     Given = dict[str, Tensor]
 
 SETTINGS = CompileSettings()
 POISON = 0xFF  # of every byte: NaN in BF16 and float32, -1 in int32
 CHOICES = ("even", "same", "absent")
+PRODUCTS = (0, GATE_AND_UP, 0, 1, 0)  # of a launch with a row; 0: it is none
+CHOSEN = 0  # turns: as many thread blocks as are there at once
 LEFT = ("x_rows", "places", "gate_and_up", "hidden_rows", "products", "out")
 
 
@@ -90,6 +94,33 @@ def memory_of(case: Case, given: Given) -> Given:
 def launch(case: Case, given: Given, memory: Given) -> None:
     """Run a call in memory that is there."""
     kernel_named("sm90_moe_by_row").run(case.problem, SETTINGS, None, **given, **memory)
+
+
+def launch_walks(
+    case: Case, given: Given, memory: Given, turns: int, tactic: W4A16Tactic | None = None
+) -> None:
+    """Run a call in memory that is there; its products walk as `launch_product` says."""
+    call, tensors = (
+        import_module("degarble.kernels.moe.sm90_moe_by_row").KERNEL,
+        {**given, **memory},
+    )
+    problems = call.problems(case.problem, None, given)
+    for kernel, own, products in zip(call.kernels, problems, PRODUCTS, strict=True):
+        if products:
+            form = form_of(own, products, "sm_90a", tactic)
+            launch_product(kernel, own, form, tensors, turns)
+        else:
+            here = {name: tensors[name] for name in kernel.names if name in tensors}
+            kernel.run(own, SETTINGS, **here)
+
+
+def launch_product(
+    kernel: Any, problem: ByRowProblem, form: W4A16ByRowForm, tensors: Given, turns: int
+) -> None:
+    """Launch a product; no thread block walks more runs than `turns`, or than the kernel chose."""
+    blocks = blocks_of_turns(problem, form, turns) if turns else None
+    here = {name: tensors[name] for name in kernel.names}
+    kernel.launch(kernel.compile_form(form, SETTINGS), form, problem, here, blocks)
 
 
 def on_device(case: Case) -> Given:

@@ -114,11 +114,14 @@ def _by_row_form(form: W4A16ByRowForm, *, slow: bool) -> MachineCode:
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": form.tiles * 8,
         "mul.rn.bf16x2": 32 * form.tiles * (not native),
         "add.rn.f32": w4a16.PARTS - 1,
-        # The loading warp alone reads the expert and both scales, and leaves their product.
+        # The loading warp alone reads experts, of the first run and of the next, and both scales.
         "ld.relaxed.gpu.global.b32": int(form.early),
-        "ld.global.b32": 1,
+        "ld.global.b32": 2,
         "ld.global.f32": 2,
-        "st.shared.f32": 1,
+        "st.shared.v4.b32": 1,
+        "ld.shared.v4.b32 {a, b, one, other}": 1,
+        "st.shared.f32": 2 * form.tiles,  # a part's sums: two rows of a tile a lane
+        "ld.shared.f32": w4a16.PARTS,
         "mbarrier.arrive.shared::cta.b64 _, [all]": form.tiles + 1,
     }
     has = {"e2m1x2": native, "fma.rn.f32": False, "ld.global.nc": False}

@@ -70,22 +70,56 @@ def test_two_thread_blocks_share_a_processor_and_cover_the_outputs(
 ) -> None:
     hidden, width, chosen = sizes
     problem = ByRowProblem(MoeProblem(16, hidden, width, 256, chosen, 256), shared=True)
-    for products in (GATE_AND_UP, 1):
+    for products, turns in product((GATE_AND_UP, 1), (1, 2, 7)):
         form = facts.form_of(problem, products, target)
-        rows, n, k, experts, shared, kept, blocks, size = facts.extents_of(problem, form)
+        of_matrix, every = facts.runs(problem, form)
+        extents = facts.extents_of(problem, form, facts.blocks_of_turns(problem, form, turns))
+        rows, n, k, experts, shared, kept, blocks, size, runs = extents
         assert (rows, experts, shared) == (16 * (chosen + 1), 257, 16)
         assert (n, k) == ((width, hidden) if products == GATE_AND_UP else (hidden, width))
         # CUDA C++ Programming Guide 13.0: 228 KB a processor, 1 KB of which each block reserves.
         assert form.resident * (size + w4a16.RESERVED_BYTES) <= 228 * 1024
         assert form.resident * form.threads <= 2048
-        scales_at = w4a16.BARRIER_BYTES + form.ring_bytes + kept * form.kept_bytes
-        assert scales_at + facts.SCALE_BYTES == size
-        assert rows * products < 1 << 16, "grid z"
+        sums_at = w4a16.BARRIER_BYTES + form.ring_bytes + kept * form.kept_bytes
+        assert sums_at % w4a16.SLOT_BYTES == 0
+        assert sums_at + 2 * form.run_bytes + w4a16.SCALE_SLOTS * w4a16.SLOT_BYTES == size
+        # No round waits for activations of the one before: there is room until its stages are free.
+        rounds = turns * -(-k // w4a16.ROUND)
+        assert kept == rounds or (kept - 1) * form.tiles >= form.stages or turns == 1
+        assert every == runs * rows * products == of_matrix * rows * products
+        assert (blocks - 1) * turns < every <= blocks * turns
         found = {
-            w4a16.row_of(block * form.outputs // w4a16.TILE + tile, place, form.layout)
-            for block, tile, place in product(range(blocks), range(form.tiles), range(w4a16.TILE))
+            w4a16.row_of(run * form.tiles + tile, place, form.layout)
+            for run, tile, place in product(range(runs), range(form.tiles), range(w4a16.TILE))
         }
         assert set(range(n)) <= found
+
+
+def test_every_run_of_every_row_has_one_place_on_one_walk() -> None:
+    for of_matrix, rows, products in ((32, 7, 2), (64, 7, 1), (112, 9, 1), (1, 1, 2)):
+        every = of_matrix * rows * products
+        for blocks in (1, 5, every // 2 + 1, every):
+            walked = [run for block in range(blocks) for run in range(block, every, blocks)]
+            places = [w4a16.run_place(run, of_matrix, products) for run in walked]
+            assert sorted(places) == list(product(range(of_matrix), range(rows), range(products)))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_all_thread_blocks_are_there_at_once(tokens: int) -> None:
+    hidden, width, chosen = checks.MODELS["v4-flash"]
+    problem = ByRowProblem(MoeProblem(tokens, hidden, width, 256, chosen, 256), shared=True)
+    form = facts.form_of(problem, GATE_AND_UP, "sm_90a")
+    assert facts.thread_blocks(problem, form, 132) == 264
+    assert facts.thread_blocks(problem, form, 1000) == min(448 * tokens, 2000)
+
+
+def test_sums_of_a_run_have_places_of_their_own_and_meet_in_no_bank() -> None:
+    """Lanes of a warp write, and threads read, adjacent words."""
+    places = {w4a16.run_sum_offset(part, output, 64) for part in range(16) for output in range(64)}
+    assert places == set(range(0, 16 * 64 * 4, 4))
+    for first in range(0, 64, 32):
+        banks = {w4a16.run_sum_offset(3, first + lane, 64) // 4 % 32 for lane in range(32)}
+        assert len(banks) == 32
 
 
 def test_refuses_by_name() -> None:
@@ -126,24 +160,33 @@ class Fault:
 
 
 def _expert_before(true: Any, *given: Any) -> Any:
-    place, expert = true(*given)
+    place, *others = true(*given)
     (matrix,) = place.matrix
-    return place._replace(matrix=(matrix - given[3].products,)), expert
+    return place._replace(matrix=(matrix - given[3].products,)), *others
 
 
 def _gate_for_up(true: Any, *given: Any) -> Any:
-    (place, expert), products = true(*given), given[3].products
+    (place, *others), products = true(*given), given[3].products
     (matrix,) = place.matrix
-    return place._replace(matrix=(matrix // products * products,)), expert
+    return place._replace(matrix=(matrix // products * products,)), *others
 
 
 def _first_row(true: Any, *given: Any) -> Any:
-    place, expert = true(*given)
-    return place._replace(row=0), expert
+    place, *others = true(*given)
+    return place._replace(row=0), *others
 
 
-def _scale_of_one(true: Any, address: Any, number: Any) -> Any:
-    true(address, number * 0.0 + 1.0)
+def _scale_of_one(true: Any, address: Any, factors: Any, known: Any) -> Any:
+    true(address, [factor * 0.0 + 1.0 for factor in factors], known)
+
+
+def _scale_of_the_next(true: Any, *given: Any) -> Any:
+    expert, product_, *others = given
+    return true(expert, others[-1].products - 1 - product_, *others)
+
+
+def _run_before(true: Any, run: Any, *given: Any) -> Any:
+    return true(run // 2 * 2, *given)
 
 
 _PRODUCT = "degarble.kernels.gemm.sm90_gemm_w4a16"
@@ -152,8 +195,10 @@ FAULTS = (
     Fault("gate for up", _PRODUCT, "own_matrix", _gate_for_up),
     Fault("first row for all", _PRODUCT, "own_matrix", _first_row),
     Fault(
-        "scale left out", "degarble.kernels.gemm.w4a16_instructions", "store_number", _scale_of_one
+        "scale left out", "degarble.kernels.gemm.w4a16_instructions", "store_factors", _scale_of_one
     ),
+    Fault("scale of up for gate", _PRODUCT, "scale_of", _scale_of_the_next),
+    Fault("a run twice", "degarble.kernels.gemm.w4a16_problem", "run_place", _run_before),
     Fault(
         "limit left out", "degarble.kernels.primitives.device_words", "swiglu_numbers", not_clamped
     ),
@@ -252,6 +297,24 @@ def test_tiles_and_stages_do_not_change_a_bit() -> None:
 
 
 @pytest.mark.h200
+def test_turns_do_not_change_a_bit() -> None:
+    sizes = ((4096, 2048, 16, 6), (7168, 2048, 9, 8), (352, 416, 8, 3), (32, 32, 2, 1))
+    for tokens, (hidden, width, experts, chosen) in product((1, 3), sizes):
+        moe = MoeProblem(tokens, hidden, width, experts, chosen, experts, 10.0)
+        case = Case(ByRowProblem(moe, shared=True), "absent" if tokens == 3 else "even", hidden)
+        given = checks.given_of(case)
+        want, memory = checks.memory_of(case, given), checks.memory_of(case, given)
+        checks.launch_walks(case, given, want, 1)
+        assert not checks.difference(case, given, want)
+        for tactic, turns in product(BY_ROW_TACTICS, (1, 2, 3, 4, 17, 1 << 20)):
+            for tensor in memory.values():
+                tensor.view(torch.uint8).fill_(checks.POISON)
+            checks.launch_walks(case, given, memory, turns, tactic)
+            for name, tensor in want.items():
+                assert torch.equal(memory[name], tensor), (tactic, turns, name)
+
+
+@pytest.mark.h200
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int) -> None:
     """A chain without a pause: each call's sum is the next one's x, all in the same memory."""
@@ -282,7 +345,8 @@ def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int) -> None
 
 
 @pytest.mark.h200
-def test_no_stage_is_filled_again_before_it_is_read() -> None:
+@pytest.mark.parametrize("turns", [1, 4, 30])
+def test_no_stage_is_filled_again_before_it_is_read(turns: int) -> None:
     """Weights that stay in the cache, beside a busy stream, in graphs of launches without pause."""
     case = Case(ByRowProblem(MoeProblem(2, 4096, 512, 4, 2, 4, 10.0), shared=True), "even", 9)
     given = checks.given_of(case)
@@ -292,7 +356,7 @@ def test_no_stage_is_filled_again_before_it_is_read() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(32):
-            checks.launch(case, given, memory)
+            checks.launch_walks(case, given, memory, turns)
     busy, neighbour = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
     for _ in range(60):
         with torch.cuda.stream(neighbour):
