@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -26,6 +27,8 @@ from degarble.suites.kernels.moe.moe_faults import as_they_are, not_clamped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm, W4A16Tactic
 
 pytestmark = pytest.mark.needs("cutlass")
 
@@ -138,6 +141,152 @@ def test_the_output_of_a_shared_expert_that_takes_part_is_refused() -> None:
         kernel_named("sm90_moe_by_row").run(
             case.problem, checks.SETTINGS, None, **given, shared=given["x"]
         )
+
+
+# ---- walks ---------------------------------------------------------------------------------------
+
+
+class Barrier:
+    """An mbarrier: so many arrivals end a phase."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals = self.missing = arrivals
+        self.ended = 0
+
+    def arrive(self) -> None:
+        self.missing -= 1
+        if not self.missing:
+            self.missing, self.ended = self.arrivals, self.ended + 1
+
+    def has_ended(self, parity: int) -> bool:
+        return self.ended % 2 != parity
+
+
+class WalkModel:
+    """The order of a thread block's waits, arrivals, copies and sums, in any interleaving.
+
+    Each warp is a generator that yields what it waits for. A copy lands whenever it likes.
+    """
+
+    def __init__(
+        self, form: W4A16ByRowForm, rounds: int, kept: int, buffers: int, slots: int
+    ) -> None:
+        self.form, self.rounds, self.kept = form, rounds, kept
+        self.sums = [[-1] * 3 for _ in range(buffers)]  # the run whose sums a warp left
+        self.scales = [-1] * slots
+        self.rings = [
+            ([Barrier(1) for _ in range(size)], [Barrier(3) for _ in range(size)])
+            for size in (form.stages, kept)
+        ]
+        self.held = [[-1] * form.stages, [-1] * kept]
+        self.readers: list[list[set[int]]] = [[set() for _ in held] for held in self.held]
+        self.copies: list[tuple[int, int, int]] = []
+        self.met = 0
+
+    def asked(self, ring: int, number: int) -> Iterator[Callable[[], bool]]:
+        """Wait for space and ask for the copy of that number."""
+        size = len(self.held[ring])
+        full, empty = self.rings[ring]
+        at, parity = number % size, 1 - number // size % 2
+        yield lambda: empty[at].has_ended(parity)
+        last = number % (self.rounds * self.form.tiles) == self.rounds * self.form.tiles - 1
+        if ring == 0 and last:
+            run = number // (self.rounds * self.form.tiles)
+            self.scales[run % len(self.scales)] = run
+        self.copies.append((ring, at, number))
+        assert full[at].missing == 1
+
+    def loading(self, runs: int) -> Iterator[Callable[[], bool]]:
+        for round_ in range(runs * self.rounds):
+            yield from self.asked(1, round_)
+            for tile in range(self.form.tiles):
+                yield from self.asked(0, round_ * self.form.tiles + tile)
+
+    def land(self, which: int) -> None:
+        ring, at, number = self.copies.pop(which)
+        assert not self.readers[ring][at], "a copy overwrites what a warp still reads"
+        self.held[ring][at] = number
+        self.rings[ring][0][at].arrive()
+
+    def taken(self, warp: int, ring: int, number: int) -> Iterator[Callable[[], bool]]:
+        """Wait for a copy, and begin to read it."""
+        size = len(self.held[ring])
+        at, parity = number % size, number // size % 2
+        yield lambda: self.rings[ring][0][at].has_ended(parity)
+        assert self.held[ring][at] == number, "another copy than the one that a warp waited for"
+        self.readers[ring][at].add(warp)
+
+    def given_back(self, warp: int, ring: int, number: int) -> None:
+        at = number % len(self.held[ring])
+        self.readers[ring][at].remove(warp)
+        self.rings[ring][1][at].arrive()
+
+    def multiplying(self, warp: int, runs: int) -> Iterator[Callable[[], bool]]:
+        for run in range(runs):
+            for round_ in range(run * self.rounds, (run + 1) * self.rounds):
+                yield from self.taken(warp, 1, round_)
+                for tile in range(self.form.tiles):
+                    number = round_ * self.form.tiles + tile
+                    yield from self.taken(warp, 0, number)
+                    yield lambda: True
+                    self.given_back(warp, 0, number)
+                self.given_back(warp, 1, round_)
+            self.sums[run % len(self.sums)][warp] = run
+            self.met += 1
+            wanted = 3 * (run + 1)
+            yield lambda wanted=wanted: self.met >= wanted  # type: ignore[misc]
+            if warp == 0:
+                yield lambda: True
+                assert self.sums[run % len(self.sums)] == [run] * 3, "sums of another run"
+                assert self.scales[run % len(self.scales)] == run, "the scale of another run"
+
+    def walk(self, runs: int, drawn: random.Random) -> None:
+        """Interleave all warps and copies at random; each warp is slow or quick for a while."""
+        warps = [self.loading(runs), *(self.multiplying(warp, runs) for warp in range(3))]
+        waits = {warp: next(warp) for warp in warps}
+        weights = [1.0] * 5
+        while waits:
+            if drawn.random() < 0.02:
+                weights = [drawn.choice((0.01, 1.0, 30.0)) for _ in weights]
+            able = [n for n, warp in enumerate(warps) if warp in waits and waits[warp]()]
+            able += [4] * bool(self.copies)
+            assert able, "all wait for each other"
+            (chosen,) = drawn.choices(able, [weights[n] for n in able])
+            if chosen == 4:
+                self.land(drawn.randrange(len(self.copies)))
+            elif (wait := next(warps[chosen], None)) is None:
+                del waits[warps[chosen]]
+            else:
+                waits[warps[chosen]] = wait
+
+
+def _walked(tactic: W4A16Tactic, columns: int, buffers: int, slots: int) -> None:
+    problem = ByRowProblem(MoeProblem(1, columns, 2048, 8, 6, 8, 10.0), shared=True)
+    form = facts.form_of(problem, GATE_AND_UP, "sm_90a", tactic)
+    one, turns = facts.matrix_problem(problem, GATE_AND_UP), 40
+    kept = w4a16.rounds_kept(one, form, turns)
+    for seed in range(20):
+        model = WalkModel(form, one.rounds, kept, buffers, slots)
+        model.walk(turns, random.Random(f"{tactic} {columns} {seed}"))
+
+
+SHORT = replace(facts.NARROW, tiles=1, stages=10, resident=1)  # many stages, few of them in a run
+each_walk = pytest.mark.parametrize("columns", [512, 4096, 7168])
+
+
+@each_walk
+@pytest.mark.parametrize("tactic", [*BY_ROW_TACTICS, SHORT])
+def test_a_walk_ends_and_nothing_is_overwritten_before_it_is_read(
+    tactic: W4A16Tactic, columns: int
+) -> None:
+    _walked(tactic, columns, w4a16.SUM_BUFFERS, w4a16.SCALE_SLOTS)
+
+
+def test_a_walk_with_one_buffer_or_few_slots_overwrites() -> None:
+    with pytest.raises(AssertionError, match="sums of another run"):
+        _walked(facts.WIDE, 512, 1, w4a16.SCALE_SLOTS)
+    with pytest.raises(AssertionError, match="the scale of another run"):
+        _walked(SHORT, 512, w4a16.SUM_BUFFERS, 4)
 
 
 # ---- planted faults ------------------------------------------------------------------------------
