@@ -97,7 +97,13 @@ def launch(case: Case, given: Given, memory: Given) -> None:
 
 
 def launch_walks(
-    case: Case, given: Given, memory: Given, turns: int, tactic: W4A16Tactic | None = None
+    case: Case,
+    given: Given,
+    memory: Given,
+    turns: int,
+    tactic: W4A16Tactic | None = None,
+    *,
+    early: bool = False,
 ) -> None:
     """Run a call in memory that is there; its products walk as `launch_product` says."""
     call, tensors = (
@@ -107,7 +113,7 @@ def launch_walks(
     problems = call.problems(case.problem, None, given)
     for kernel, own, products in zip(call.kernels, problems, PRODUCTS, strict=True):
         if products:
-            form = form_of(own, products, "sm_90a", tactic)
+            form = form_of(own, products, "sm_90a", tactic, early=early)
             launch_product(kernel, own, form, tensors, turns)
         else:
             here = {name: tensors[name] for name in kernel.names if name in tensors}
