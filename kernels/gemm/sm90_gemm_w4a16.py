@@ -246,12 +246,13 @@ def ask(
 ) -> Rings:
     """Issue all copies in the order in which they are used, as soon as there is space.
 
-    `asked` has the rings, and by row the output's scale: its slot and factors. It is left before
-    the last stage is asked for, so that who waits for that stage sees it. The scale that was in the
-    slot, SCALE_SLOTS runs before, has been read by then: every warp gave back a later run's stage.
+    `asked` has the rings, and by row the tiles that the run has, and its scale: slot and factors.
+    Stages of tiles that it does not have bring nothing. The scale is left before the last stage is
+    asked for, so that who waits for that stage sees it. The scale that was in the slot, SCALE_SLOTS
+    runs before, has been read by then: every warp gave back a later run's stage.
     """
     rounds, kept_count = counts
-    rings, scale = asked
+    rings, run = asked
     at, phase, kept_at, kept_phase = rings
     for round_ in cutlass.range(Int32(0), Int32(rounds), unroll=1):
         ptx.await_phase(memory.kept_full + EMPTY + kept_at * 8, kept_phase)
@@ -259,13 +260,18 @@ def ask(
         kept_at, kept_phase = next_place(kept_at, kept_phase, kept_count)
         for tile in cutlass.range(Int32(0), form.tiles, unroll=1):
             ptx.await_phase(memory.full + EMPTY + at * 8, phase)
-            if cutlass.const_expr(form.by_row):  # noqa: SIM102  the first is settled when traced
+            if cutlass.const_expr(form.by_row):
                 if (Uint32(round_) + 1 == rounds) & (Uint32(tile) + 1 == form.tiles):
                     # Trap: without a branch here (this wait has ended) ptxas makes the store one
                     # instruction under a predicate, and the first stage waits for the factors.
                     ptx.await_phase(memory.full + EMPTY + at * 8, phase)
-                    ptx.store_factors(*scale)
-            ask_weights(views, place, memory, (Uint32(round_), Uint32(tile), at), form)
+                    ptx.store_factors(*run[1])
+                if Uint32(tile) < run[0]:
+                    ask_weights(views, place, memory, (Uint32(round_), Uint32(tile), at), form)
+                else:
+                    ptx.arrive(memory.full + at * 8, place.lane == 0)
+            else:
+                ask_weights(views, place, memory, (Uint32(round_), Uint32(tile), at), form)
             at, phase = next_place(at, phase, form.stages)
     return at, phase, kept_at, kept_phase
 
@@ -384,11 +390,14 @@ def add_rounds(
     sources: Sources,
     place: W4A16Thread,
     memory: W4A16Memory,
-    walk: tuple[W4A16Lane, tuple[Uint32, Uint32], Rings],
+    walk: tuple[W4A16Lane, tuple[Uint32, Uint32], Rings, Any],
     form: cutlass.Constexpr,
 ) -> Rings:
-    """Add up a part of K for the tiles of a warp; give back every stage and all activations."""
-    lane, (rounds, kept_count), rings = walk
+    """Add up a part of K for the tiles of a warp; give back every stage and all activations.
+
+    By row a run may have fewer tiles: that number is the last of `walk`.
+    """
+    lane, (rounds, kept_count), rings, count = walk
     at, phase, kept_at, kept_phase = rings
     _, _, columns = sources.extents
     numbers = form.tiles * form.columns // 2
@@ -403,7 +412,10 @@ def add_rounds(
         for tile in cutlass.range_constexpr(form.tiles):
             ptx.await_phase(memory.full + at * 8, phase)
             empty = memory.full + EMPTY + at * 8
-            if first < columns:
+            inside = first < columns
+            if cutlass.const_expr(form.by_row):
+                inside = inside & (tile < count)
+            if inside:
                 taken = (lane, at * form.stage_bytes, empty, value, activations)
                 add_tile(sums, sources, place, taken, tile, form)
             else:
@@ -434,7 +446,7 @@ def multiply(
     sums = cute.make_rmem_tensor(numbers, Float32)
     for i in cutlass.range_constexpr(numbers):
         sums[i] = Float32(0.0)
-    walk = (lane_of(place, memory, form), counts, first_places(0))
+    walk = (lane_of(place, memory, form), counts, first_places(0), None)
     add_rounds(sums, sources, place, memory, walk, form)
 
     # Sums overwrite the ring: every multiplying warp has to be past its last stage.
@@ -538,30 +550,37 @@ def w4a16_kernel(
 
 
 class Walk(NamedTuple):
-    """The runs of a thread block: from its own number on in steps of `blocks`, below `runs`."""
+    """The tiles of a thread block: of all matrices of all rows, from `begin` to `end`."""
 
-    block: Any
-    blocks: Any
-    runs: Any  # of all rows
-    of_matrix: Any  # runs
+    begin: Any
+    end: Any
+    every: Any
+    of_matrix: Any
 
 
-def walk_of(rows: Any, of_matrix: Any, form: W4A16ByRowForm) -> Walk:
+def walk_of(rows: Any, division: tuple[Any, ...], form: W4A16ByRowForm) -> Walk:
     """Return this thread block's walk."""
-    (block, _, _), (blocks, _, _) = cute.arch.block_idx(), cute.arch.grid_dim()
-    return Walk(Uint32(block), Uint32(blocks), of_matrix * rows * form.products, of_matrix)
+    block, _, _ = cute.arch.block_idx()
+    of_matrix, *shares = division
+    every = of_matrix * rows * form.products
+    return Walk(*facts.share_of(Uint32(block), every, shares), every, of_matrix)
 
 
 def chosen_for(
-    run: Any, walk: Walk, chosen: Any, shared: Any, form: W4A16ByRowForm, read: Callable[[Any], Any]
+    tile: Any,
+    walk: Walk,
+    chosen: Any,
+    shared: Any,
+    form: W4A16ByRowForm,
+    read: Callable[[Any], Any],
 ) -> Any:
-    """Return what the slot of a run's row chose; `chosen` is the address of the first."""
-    _, row, _ = facts.run_place(run, walk.of_matrix, form.products)
+    """Return what the slot of a tile's row chose; `chosen` is the address of the first."""
+    _, row, _ = facts.tile_place(tile, walk.of_matrix, form.products)
     return read(chosen + Int64(facts.slot_of(row, shared)) * 4)
 
 
 def own_matrix(
-    place: W4A16Thread, run: Any, walk: Walk, form: W4A16ByRowForm, chosen: Any, counts: Any
+    place: W4A16Thread, tile: Any, walk: Walk, form: W4A16ByRowForm, chosen: Any, counts: Any
 ) -> tuple[W4A16Thread, Any, Any]:
     """Return the loading warp's position in a run, its expert, and which of the expert's matrices.
 
@@ -569,10 +588,10 @@ def own_matrix(
     experts; all. A row whose expert is not here gets a matrix beyond the last one, of which TMA
     reads zeros.
     """
-    first, row, product = facts.run_place(run, walk.of_matrix, form.products)
+    first, row, product = facts.tile_place(tile, walk.of_matrix, form.products)
     expert = facts.expert_of(row, chosen, counts)
     matrix = (expert * form.products + product,)
-    return place._replace(tile=first * form.tiles, row=row, matrix=matrix), expert, product
+    return place._replace(tile=first, row=row, matrix=matrix), expert, product
 
 
 def scale_of(
@@ -601,17 +620,21 @@ def ask_runs(
     walk, counts, rounds = told
     shared, chosen = counts[0], pointers[6].toint()
     at, phase, kept_at, kept_phase = first_places(1)
-    number = chosen_for(walk.block, walk, chosen, shared, form, ptx.global_word)
-    for each in cutlass.range(Int32(walk.block), Int32(walk.runs), Int32(walk.blocks), unroll=1):
-        run = Uint32(each)
-        own, expert, product = own_matrix(place, run, walk, form, number, counts)
+    tile, turn = walk.begin, Uint32(0)
+    number = chosen_for(tile, walk, chosen, shared, form, ptx.global_word)
+    while tile < walk.end:
+        own, expert, product = own_matrix(place, tile, walk, form, number, counts)
         scale = scale_of(expert, product, pointers, counts[2], form)
+        count = facts.run_length(tile, walk.end, walk.of_matrix, form.tiles)
         # The next run's choice is read a run ahead: nothing waits for it.
-        following = ops.minimum(run + walk.blocks, walk.runs - 1)
-        number = chosen_for(following, walk, chosen, shared, form, ptx.global_word)
-        slot = memory.scales + run // walk.blocks % facts.SCALE_SLOTS * facts.SLOT_BYTES
-        asked = (at, phase, kept_at, kept_phase), (slot, *scale)
+        tile = tile + count
+        number = chosen_for(
+            ops.minimum(tile, walk.every - 1), walk, chosen, shared, form, ptx.global_word
+        )
+        slot = memory.scales + turn % facts.SCALE_SLOTS * facts.SLOT_BYTES
+        asked = (at, phase, kept_at, kept_phase), (count, (slot, *scale))
         at, phase, kept_at, kept_phase = ask(views, own, memory, rounds, asked, form)
+        turn = turn + 1
 
 
 @cute.jit
@@ -633,18 +656,20 @@ def multiply_runs(
     sums = cute.make_rmem_tensor(numbers, Float32)
     lane = lane_of(place, memory, form)
     at, phase, kept_at, kept_phase = first_places(0)
-    for each in cutlass.range(Int32(walk.block), Int32(walk.runs), Int32(walk.blocks), unroll=1):
+    tile, turn = walk.begin, Uint32(0)
+    while tile < walk.end:
         for i in cutlass.range_constexpr(numbers):
             sums[i] = Float32(0.0)
-        state = (lane, counts, (at, phase, kept_at, kept_phase))
+        count = facts.run_length(tile, walk.end, walk.of_matrix, form.tiles)
+        state = (lane, counts, (at, phase, kept_at, kept_phase), count)
         at, phase, kept_at, kept_phase = add_rounds(sums, sources, place, memory, state, form)
-        run = Uint32(each)
-        turn = run // walk.blocks
         buffer = memory.sums + turn % facts.SUM_BUFFERS * form.run_bytes
         leave_sums(sums, buffer, place, form)
         together(form)
         scale = memory.scales + turn % facts.SCALE_SLOTS * facts.SLOT_BYTES
-        add_run(out, (run, walk.of_matrix, sources.extents[1]), buffer, scale, form)
+        run = (tile, count, walk.of_matrix, sources.extents[1])
+        add_run(out, run, buffer, scale, form)
+        tile, turn = tile + count, turn + 1
 
 
 @cute.jit
@@ -661,19 +686,20 @@ def leave_sums(sums: Any, buffer: Any, place: W4A16Thread, form: cutlass.Constex
 @cute.jit
 def add_run(
     out: Int64,
-    told: tuple[Uint32, Uint32, Uint32],
+    told: tuple[Uint32, Uint32, Uint32, Uint32],
     buffer: Uint32,
     scale: Uint32,
     form: cutlass.Constexpr,
 ) -> None:
     """Add a run's parts in the order of their number, scale, round and write: a thread an output.
 
-    Told are the run, the runs of a matrix and its outputs; `scale` is an address.
+    Told are the run's first tile, its tiles, those of a matrix, and the matrix's outputs; `scale`
+    is an address.
     """
     thread, _, _ = cute.arch.thread_idx()
     own = Uint32(thread)
-    if own < form.outputs:
-        run, of_matrix, outputs = told
+    first, count, of_matrix, outputs = told
+    if own < count * facts.TILE:
         numbers = [
             ptx.shared_number(buffer + facts.run_sum_offset(part, own, form.outputs), 0, 1)
             for part in range(facts.PARTS)
@@ -685,9 +711,8 @@ def add_run(
         if cutlass.const_expr(not TARGETS[form.target].converts_e2m1):
             total = ops.multiply_rn(total, 2.0**-facts.DECODED_EXPONENT)
         total = ops.multiply_rn(total, factor)
-        first, row, product = facts.run_place(run, of_matrix, form.products)
-        tile = first * form.tiles + own // facts.TILE
-        output = facts.row_of(tile, own % facts.TILE, form.layout)
+        within, row, product = facts.tile_place(first, of_matrix, form.products)
+        output = facts.row_of(within + own // facts.TILE, own % facts.TILE, form.layout)
         if output < outputs:
             before = Int64(row * form.products + product) * Int64(outputs)
             ptx.store_rounded(out + (before + Int64(output)) * 2, total)
@@ -701,21 +726,22 @@ def by_row_kernel(
     form: cutlass.Constexpr,
 ) -> None:
     """Dispatch by warp: the last one loads, the others multiply and add up, run after run."""
-    rows, outputs, columns, kept_count, of_matrix, *counts = (Uint32(each) for each in extents)
+    rows, outputs, columns, kept_count, *others = (Uint32(each) for each in extents)
+    division, counts = others[: facts.DIVISION], others[facts.DIVISION :]
     place, memory = place_of(form), memory_of(form)
     sums = memory.kept + kept_count * form.kept_bytes
     memory = memory._replace(sums=sums, scales=sums + facts.SUM_BUFFERS * form.run_bytes)
     set_up(views, place, memory, form)
     let_follow()  # as above
-    walk = walk_of(rows, of_matrix, form)
+    walk = walk_of(rows, division, form)
     rounds = ceil_div(columns, facts.ROUND)
     if cutlass.const_expr(form.asks_early):  # noqa: SIM102  the first is settled when traced
         if place.warp == form.warps:
             # A guess: an expert that is still being written costs a copy to L2, and nothing else
             # follows from it.
             chosen = pointers[6].toint()
-            likely = chosen_for(walk.block, walk, chosen, counts[0], form, ptx.early_word)
-            own, _, _ = own_matrix(place, walk.block, walk, form, likely, counts)
+            likely = chosen_for(walk.begin, walk, chosen, counts[0], form, ptx.early_word)
+            own, _, _ = own_matrix(place, walk.begin, walk, form, likely, counts)
             ask_early(views, own, rounds, form)
     wait_for_front()
     if place.warp == form.warps:
@@ -821,16 +847,18 @@ def launch_by_row(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch on rows, N, K, experts, shared rows, rounds kept, grid, shared bytes, matrix's runs.
+    """Launch on rows, N, K, experts, shared rows, rounds kept, grid, shared bytes, division.
 
+    The division: tiles of a matrix, units that a thread block walks at least, how many blocks walk
+    one more, tiles of a unit.
     Pointers: rows, codes, scales, decode scales of matrices, output, decode scales of rows by
     expert, experts of rows.
     """
-    rows, outputs, columns, experts, shared, kept_count, blocks, shared_bytes, of_matrix = extents
+    rows, outputs, columns, experts, shared, kept_count, blocks, shared_bytes, *division = extents
     matrices = experts * form.products
     views = views_by_row(pointers, (rows, outputs, columns, matrices), form)
     routed = experts - cutlass.min(shared, 1)
-    numbers = (rows, outputs, columns, kept_count, of_matrix, shared, routed, experts)
+    numbers = (rows, outputs, columns, kept_count, *division, shared, routed, experts)
     by_row_kernel(views, pointers, numbers, form).launch(
         grid=[blocks, 1, 1],
         block=[form.threads, 1, 1],

@@ -28,7 +28,7 @@ from degarble.harness.formats.layouts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 BLOCK = 16  # values that share a scale
 LANE_VALUES = 32  # of a step: a lane takes two blocks, half a step apart
@@ -44,6 +44,7 @@ BARRIER_BYTES = 512  # 16 full and 16 empty barriers, for stages and again for a
 DECODED_EXPONENT = -8  # what the kernel multiplies are weights times 2**-8: see e2m1_pairs
 SUM_BUFFERS = 2  # by row: one is added up while the other one is filled
 SCALE_SLOTS = 16  # by row: scales of runs that follow each other
+DIVISION = 4  # by row: numbers of a launch that divide tiles among thread blocks
 SLOT_BYTES = 16  # both factors of a scale, and whether they are known
 
 LAYOUTS: Mapping[str, ScaleLayout] = MappingProxyType(
@@ -224,7 +225,8 @@ class W4A16Form:
 class W4A16ByRowForm(W4A16Form):
     """Compile-time parameters where each row multiplies its own expert's matrices.
 
-    A run is what a thread block computes between two additions of parts: `outputs` of one matrix.
+    A run is what a thread block computes between two additions of parts: up to `outputs` of one
+    matrix.
     """
 
     products: int  # matrices of an expert, over the same row: gate and up, or one
@@ -401,10 +403,27 @@ def expert_of(row: Any, chosen: Any, counts: tuple[Any, Any, Any]) -> Any:
     return ops.select(row < shared, routed, found)
 
 
-def run_place(run: Any, of_matrix: Any, products: int) -> tuple[Any, Any, Any]:
-    """Return a run's place in its matrix, its row, and which of the row's matrices that is."""
-    matrix = run // of_matrix
-    return run % of_matrix, matrix // products, matrix % products
+def share_of(block: Any, every: Any, shares: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the first tile that a thread block walks, and the first that it does not.
+
+    Shares: units that each walks at least, how many walk one more, tiles of a unit.
+    """
+    least, more, unit = shares
+    begin = (block * least + ops.minimum(block, more)) * unit
+    end = begin + (least + ops.select(block < more, block * 0 + 1, block * 0)) * unit
+    return begin, ops.minimum(end, every)
+
+
+def tile_place(tile: Any, of_matrix: Any, products: int) -> tuple[Any, Any, Any]:
+    """Return a tile's place in its matrix, its row, and which of the row's matrices that is."""
+    matrix = tile // of_matrix
+    return tile % of_matrix, matrix // products, matrix % products
+
+
+def run_length(tile: Any, end: Any, of_matrix: Any, most: int) -> Any:
+    """Return the tiles of a run: as many as a form has, of one matrix, before the walk's end."""
+    rest = of_matrix - tile % of_matrix
+    return ops.minimum(ops.minimum(end - tile, rest), tile * 0 + most)
 
 
 def run_sum_offset(part: Any, output: Any, outputs: int) -> Any:

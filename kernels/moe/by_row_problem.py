@@ -155,33 +155,48 @@ def choose_decode_form(problem: DecodeProblem, target: str) -> DecodeForm:
     return DecodeForm(problem.source, limit, target)
 
 
-def runs(problem: ByRowProblem, form: W4A16ByRowForm) -> tuple[int, int]:
-    """Return the runs of one matrix and those of all rows."""
-    of_matrix = product.grid(matrix_problem(problem, form.products), form)
+@dataclass(frozen=True)
+class Division:
+    """How tiles of all matrices of all rows are divided among thread blocks: a launch's tactic.
+
+    Each walks as many units as another one, or one more; a unit is `unit` tiles.
+    """
+
+    blocks: int
+    unit: int
+
+
+def tiles_of(problem: ByRowProblem, form: W4A16ByRowForm) -> tuple[int, int]:
+    """Return the tiles of one matrix and those of all rows."""
+    of_matrix = product.tiles(matrix_problem(problem, form.products))
     return of_matrix, of_matrix * form.products * problem.rows
 
 
-def thread_blocks(problem: ByRowProblem, form: W4A16ByRowForm, processors: int) -> int:
-    """Return as many thread blocks as are there at once; each walks what runs it gets."""
-    _, every = runs(problem, form)
-    return min(every, form.resident * processors)
+def by_turns(problem: ByRowProblem, form: W4A16ByRowForm, turns: int) -> Division:
+    """Divide whole runs among the fewest thread blocks of which none walks more than `turns`."""
+    _, every = tiles_of(problem, form)
+    return Division(ceil_div(every, form.tiles * turns), form.tiles)
 
 
-def blocks_of_turns(problem: ByRowProblem, form: W4A16ByRowForm, turns: int) -> int:
-    """Return the fewest thread blocks of which none walks more than so many runs."""
-    _, every = runs(problem, form)
-    blocks: int = ceil_div(every, turns)
-    return blocks
+def choose_division(problem: ByRowProblem, form: W4A16ByRowForm, processors: int) -> Division:
+    """Give the thread blocks that are there at once equal shares; of few tiles, a run each."""
+    once, resident = by_turns(problem, form, 1), form.resident * processors
+    return once if once.blocks <= resident else Division(resident, 1)
 
 
-def extents_of(problem: ByRowProblem, form: W4A16ByRowForm, blocks: int) -> tuple[int, ...]:
-    """Return rows, N, K, experts, shared rows, rounds kept, thread blocks, shared bytes, runs.
+def extents_of(problem: ByRowProblem, form: W4A16ByRowForm, division: Division) -> tuple[int, ...]:
+    """Return rows, N, K, experts, shared rows, rounds kept, thread blocks, shared bytes, division.
 
-    The runs are those of one matrix.
+    The latter: tiles of a matrix, units that each walks, how many walk one more, tiles of a unit.
     """
     one = matrix_problem(problem, form.products)
-    of_matrix, every = runs(problem, form)
-    turns = ceil_div(every, blocks)
+    of_matrix, every = tiles_of(problem, form)
+    units = ceil_div(every, division.unit)
+    least, more = divmod(units, division.blocks)
+    most = ceil_div(units, division.blocks) * division.unit
+    # A walk of one run has it in one matrix, if those have whole units.
+    alone = most == division.unit <= form.tiles and of_matrix % division.unit == 0
+    turns = 1 if alone else ceil_div(most, form.tiles) + 1
     return (
         problem.rows,
         one.outputs,
@@ -189,9 +204,12 @@ def extents_of(problem: ByRowProblem, form: W4A16ByRowForm, blocks: int) -> tupl
         problem.experts,
         problem.shared_rows,
         product.rounds_kept(one, form, turns),
-        blocks,
+        division.blocks,
         product.shared_bytes(one, form, turns),
         of_matrix,
+        least,
+        more,
+        division.unit,
     )
 
 

@@ -147,9 +147,8 @@ _Product = Operand[ByRowProblem]
 
 
 def _product_numbers(of: LaunchContext[ByRowProblem, W4A16ByRowForm]) -> tuple[Any, ...]:
-    # The tactic is a number of thread blocks; in fewer of them each walks more runs.
-    blocks = of.tactic or facts.thread_blocks(of.problem, of.form, of.processors)
-    return (facts.extents_of(of.problem, of.form, blocks),)
+    division = of.tactic or facts.choose_division(of.problem, of.form, of.processors)
+    return (facts.extents_of(of.problem, of.form, division),)
 
 
 def _product(
@@ -194,7 +193,7 @@ def _product(
             _Product("experts", INTEGERS, lambda p: (p.moe.tokens, p.moe.chosen)),
         ),
         choose_form=choose_form,
-        kinds=((Int32,) * 9,),
+        kinds=((Int32,) * 12,),
         numbers=_product_numbers,
         work=lambda problem: problem.rows,
     )

@@ -19,7 +19,7 @@ import torch
 
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
-from degarble.kernels.moe.by_row_problem import ByRowProblem, blocks_of_turns, form_of
+from degarble.kernels.moe.by_row_problem import ByRowProblem, Division, by_turns, form_of
 from degarble.kernels.moe.problem import GATE_AND_UP, NONE, MoeProblem
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
 from degarble.kernels.runtime.compiling import CompileSettings
@@ -37,7 +37,7 @@ SETTINGS = CompileSettings()
 POISON = 0xFF  # of every byte: NaN in BF16 and float32, -1 in int32
 CHOICES = ("even", "same", "absent")
 PRODUCTS = (0, GATE_AND_UP, 0, 1, 0)  # of a launch with a row; 0: it is none
-CHOSEN = 0  # turns: as many thread blocks as are there at once
+CHOSEN = 0  # as the kernel divides tiles
 LEFT = ("x_rows", "places", "gate_and_up", "hidden_rows", "products", "out")
 
 
@@ -100,7 +100,7 @@ def launch_walks(
     case: Case,
     given: Given,
     memory: Given,
-    turns: int,
+    division: int | Division,
     tactic: W4A16Tactic | None = None,
     *,
     early: bool = False,
@@ -114,19 +114,24 @@ def launch_walks(
     for kernel, own, products in zip(call.kernels, problems, PRODUCTS, strict=True):
         if products:
             form = form_of(own, products, "sm_90a", tactic, early=early)
-            launch_product(kernel, own, form, tensors, turns)
+            launch_product(kernel, own, form, tensors, division)
         else:
             here = {name: tensors[name] for name in kernel.names if name in tensors}
             kernel.run(own, SETTINGS, **here)
 
 
 def launch_product(
-    kernel: Any, problem: ByRowProblem, form: W4A16ByRowForm, tensors: Given, turns: int
+    kernel: Any,
+    problem: ByRowProblem,
+    form: W4A16ByRowForm,
+    tensors: Given,
+    division: int | Division,
 ) -> None:
-    """Launch a product; no thread block walks more runs than `turns`, or than the kernel chose."""
-    blocks = blocks_of_turns(problem, form, turns) if turns else None
+    """Launch a product; a number says how many runs a thread block walks, CHOSEN: the kernel."""
+    chosen = by_turns(problem, form, division) if isinstance(division, int) and division else None
+    told = division if isinstance(division, Division) else chosen
     here = {name: tensors[name] for name in kernel.names}
-    kernel.launch(kernel.compile_form(form, SETTINGS), form, problem, here, blocks)
+    kernel.launch(kernel.compile_form(form, SETTINGS), form, problem, here, told)
 
 
 def on_device(case: Case) -> Given:

@@ -26,7 +26,7 @@ from degarble.suites.kernels.moe.contract import BY_ROW_TACTICS
 from degarble.suites.kernels.moe.moe_faults import as_they_are, not_clamped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm, W4A16Tactic
 
@@ -75,9 +75,9 @@ def test_two_thread_blocks_share_a_processor_and_cover_the_outputs(
     problem = ByRowProblem(MoeProblem(16, hidden, width, 256, chosen, 256), shared=True)
     for products, turns in product((GATE_AND_UP, 1), (1, 2, 7)):
         form = facts.form_of(problem, products, target)
-        of_matrix, every = facts.runs(problem, form)
-        extents = facts.extents_of(problem, form, facts.blocks_of_turns(problem, form, turns))
-        rows, n, k, experts, shared, kept, blocks, size, runs = extents
+        division = facts.by_turns(problem, form, turns)
+        extents = facts.extents_of(problem, form, division)
+        rows, n, k, experts, shared, kept, blocks, size, *shares = extents
         assert (rows, experts, shared) == (16 * (chosen + 1), 257, 16)
         assert (n, k) == ((width, hidden) if products == GATE_AND_UP else (hidden, width))
         # CUDA C++ Programming Guide 13.0: 228 KB a processor, 1 KB of which each block reserves.
@@ -89,31 +89,58 @@ def test_two_thread_blocks_share_a_processor_and_cover_the_outputs(
         # No round waits for activations of the one before: there is room until its stages are free.
         rounds = turns * -(-k // w4a16.ROUND)
         assert kept == rounds or (kept - 1) * form.tiles >= form.stages or turns == 1
-        assert every == runs * rows * products == of_matrix * rows * products
-        assert (blocks - 1) * turns < every <= blocks * turns
+        walks = [walked(block, rows * products, shares, form.tiles) for block in range(blocks)]
+        assert max(len(walk) for walk in walks) <= turns
+        tiles = [first + tile for walk in walks for first, count in walk for tile in range(count)]
+        assert tiles == list(range(shares[0] * rows * products))
         found = {
-            w4a16.row_of(run * form.tiles + tile, place, form.layout)
-            for run, tile, place in product(range(runs), range(form.tiles), range(w4a16.TILE))
+            w4a16.row_of(tile, place, form.layout)
+            for tile, place in product(range(shares[0]), range(w4a16.TILE))
         }
         assert set(range(n)) <= found
 
 
-def test_every_run_of_every_row_has_one_place_on_one_walk() -> None:
-    for of_matrix, rows, products in ((32, 7, 2), (64, 7, 1), (112, 9, 1), (1, 1, 2)):
-        every = of_matrix * rows * products
-        for blocks in (1, 5, every // 2 + 1, every):
-            walked = [run for block in range(blocks) for run in range(block, every, blocks)]
-            places = [w4a16.run_place(run, of_matrix, products) for run in walked]
-            assert sorted(places) == list(product(range(of_matrix), range(rows), range(products)))
+def walked(block: int, matrices: int, shares: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Return the runs of a thread block, by first tile and tiles; shares are of `extents_of`."""
+    of_matrix, *units = shares
+    tile, end = w4a16.share_of(block, of_matrix * matrices, units)
+    runs = []
+    while tile < end:
+        runs.append((tile, w4a16.run_length(tile, end, of_matrix, most)))
+        tile += runs[-1][1]
+    return runs
+
+
+def test_every_tile_of_every_row_has_one_place_on_one_walk() -> None:
+    for of_matrix, matrices, most in ((128, 14, 4), (8, 9, 3), (448, 9, 4), (8, 2, 1)):
+        every = of_matrix * matrices
+        for blocks, unit in product((1, 5, every // 9 + 1, every, every + 3), (1, 2, 4)):
+            least, more = divmod(-(-every // unit), blocks)
+            shares = (of_matrix, least, more, unit)
+            runs = [run for block in range(blocks) for run in walked(block, matrices, shares, most)]
+            tiles = [first + tile for first, count in runs for tile in range(count)]
+            assert tiles == list(range(every)), (blocks, unit)
+            assert all(0 < count <= most for _, count in runs)
+            assert all(first // of_matrix == (first + n - 1) // of_matrix for first, n in runs)
+    places = [w4a16.tile_place(tile, 8, 2) for tile in range(8 * 3 * 2)]
+    assert sorted(places) == list(product(range(8), range(3), range(2)))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64])
-def test_all_thread_blocks_are_there_at_once(tokens: int) -> None:
+@pytest.mark.parametrize("products", [GATE_AND_UP, 1])
+def test_thread_blocks_that_are_there_at_once_have_equal_shares(tokens: int, products: int) -> None:
     hidden, width, chosen = checks.MODELS["v4-flash"]
     problem = ByRowProblem(MoeProblem(tokens, hidden, width, 256, chosen, 256), shared=True)
-    form = facts.form_of(problem, GATE_AND_UP, "sm_90a")
-    assert facts.thread_blocks(problem, form, 132) == 264
-    assert facts.thread_blocks(problem, form, 1000) == min(448 * tokens, 2000)
+    form = facts.form_of(problem, products, "sm_90a")
+    division = facts.choose_division(problem, form, 132)
+    assert division == facts.Division(264, 1)
+    *_, kept, blocks, size, of_matrix, least, more, unit = facts.extents_of(problem, form, division)
+    assert form.resident * (size + w4a16.RESERVED_BYTES) <= 228 * 1024
+    assert (kept - 1) * form.tiles >= form.stages
+    assert least * blocks + more == of_matrix * products * problem.rows
+    assert (more < blocks, unit) == (True, 1)
+    # Few tiles: a run each, as many thread blocks as that takes.
+    assert facts.choose_division(problem, form, 100_000) == facts.by_turns(problem, form, 1)
 
 
 def test_sums_of_a_run_have_places_of_their_own_and_meet_in_no_bank() -> None:
@@ -330,12 +357,16 @@ def _scale_of_one(true: Any, address: Any, factors: Any, known: Any) -> Any:
 
 
 def _scale_of_the_next(true: Any, *given: Any) -> Any:
-    expert, product_, *others = given
-    return true(expert, others[-1].products - 1 - product_, *others)
+    expert, own, *others = given
+    return true(expert, others[-1].products - 1 - own, *others)
 
 
-def _run_before(true: Any, run: Any, *given: Any) -> Any:
-    return true(run // 2 * 2, *given)
+def _tile_before(true: Any, tile: Any, *given: Any) -> Any:
+    return true(tile // 64 * 64, *given)
+
+
+def _one_more(true: Any, *given: Any) -> Any:
+    return true(*given) + 1
 
 
 _PRODUCT = "degarble.kernels.gemm.sm90_gemm_w4a16"
@@ -347,7 +378,8 @@ FAULTS = (
         "scale left out", "degarble.kernels.gemm.w4a16_instructions", "store_factors", _scale_of_one
     ),
     Fault("scale of up for gate", _PRODUCT, "scale_of", _scale_of_the_next),
-    Fault("a run twice", "degarble.kernels.gemm.w4a16_problem", "run_place", _run_before),
+    Fault("tiles twice", "degarble.kernels.gemm.w4a16_problem", "tile_place", _tile_before),
+    Fault("a tile left out", "degarble.kernels.gemm.w4a16_problem", "run_length", _one_more),
     Fault(
         "limit left out", "degarble.kernels.primitives.device_words", "swiglu_numbers", not_clamped
     ),
@@ -455,12 +487,13 @@ def test_turns_do_not_change_a_bit() -> None:
         want, memory = checks.memory_of(case, given), checks.memory_of(case, given)
         checks.launch_walks(case, given, want, 1)
         assert not checks.difference(case, given, want)
-        for tactic, turns in product(BY_ROW_TACTICS, (1, 2, 3, 4, 17, 1 << 20)):
+        divisions = (1, 2, 3, 17, 1 << 20, *(facts.Division(264, unit) for unit in (1, 2, 3, 4)))
+        for tactic, division in product(BY_ROW_TACTICS, (*divisions, facts.Division(7, 1))):
             for tensor in memory.values():
                 tensor.view(torch.uint8).fill_(checks.POISON)
-            checks.launch_walks(case, given, memory, turns, tactic)
+            checks.launch_walks(case, given, memory, division, tactic)
             for name, tensor in want.items():
-                assert torch.equal(memory[name], tensor), (tactic, turns, name)
+                assert torch.equal(memory[name], tensor), (tactic, division, name)
 
 
 @pytest.mark.h200
@@ -494,8 +527,8 @@ def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int) -> None
 
 
 @pytest.mark.h200
-@pytest.mark.parametrize("turns", [1, 4, 30])
-def test_no_stage_is_filled_again_before_it_is_read(turns: int) -> None:
+@pytest.mark.parametrize("division", [1, 4, 30, facts.Division(264, 1), facts.Division(50, 1)])
+def test_no_stage_is_filled_again_before_it_is_read(division: int | facts.Division) -> None:
     """Weights that stay in the cache, beside a busy stream, in graphs of launches without pause."""
     case = Case(ByRowProblem(MoeProblem(2, 4096, 512, 4, 2, 4, 10.0), shared=True), "even", 9)
     given = checks.given_of(case)
@@ -505,7 +538,7 @@ def test_no_stage_is_filled_again_before_it_is_read(turns: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(32):
-            checks.launch_walks(case, given, memory, turns)
+            checks.launch_walks(case, given, memory, division)
     busy, neighbour = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
     for _ in range(60):
         with torch.cuda.stream(neighbour):
