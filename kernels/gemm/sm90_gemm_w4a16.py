@@ -554,7 +554,6 @@ class Walk(NamedTuple):
 
     begin: Any
     end: Any
-    every: Any
     of_matrix: Any
 
 
@@ -563,33 +562,27 @@ def walk_of(rows: Any, division: tuple[Any, ...], form: W4A16ByRowForm) -> Walk:
     block, _, _ = cute.arch.block_idx()
     of_matrix, *shares = division
     every = of_matrix * rows * form.products
-    return Walk(*facts.share_of(Uint32(block), every, shares), every, of_matrix)
-
-
-def chosen_for(
-    tile: Any,
-    walk: Walk,
-    chosen: Any,
-    shared: Any,
-    form: W4A16ByRowForm,
-    read: Callable[[Any], Any],
-) -> Any:
-    """Return what the slot of a tile's row chose; `chosen` is the address of the first."""
-    _, row, _ = facts.tile_place(tile, walk.of_matrix, form.products)
-    return read(chosen + Int64(facts.slot_of(row, shared)) * 4)
+    return Walk(*facts.share_of(Uint32(block), every, shares), of_matrix)
 
 
 def own_matrix(
-    place: W4A16Thread, tile: Any, walk: Walk, form: W4A16ByRowForm, chosen: Any, counts: Any
+    place: W4A16Thread,
+    tile: Any,
+    walk: Walk,
+    form: W4A16ByRowForm,
+    chosen: tuple[Any, Callable[[Any], Any]],
+    counts: tuple[Any, Any, Any],
 ) -> tuple[W4A16Thread, Any, Any]:
     """Return the loading warp's position in a run, its expert, and which of the expert's matrices.
 
-    Counts: rows of the shared expert, which come first and whose matrices are the last ones; routed
-    experts; all. A row whose expert is not here gets a matrix beyond the last one, of which TMA
-    reads zeros.
+    `chosen` has the address of what the first slot chose, and how to read it. Counts: rows of the
+    shared expert, which come first and whose matrices are the last ones; routed experts; all. A row
+    whose expert is not here gets a matrix beyond the last one, of which TMA reads zeros.
     """
     first, row, product = facts.tile_place(tile, walk.of_matrix, form.products)
-    expert = facts.expert_of(row, chosen, counts)
+    address, read = chosen
+    number = read(address + Int64(facts.slot_of(row, counts[0])) * 4)
+    expert = facts.expert_of(row, number, counts)
     matrix = (expert * form.products + product,)
     return place._replace(tile=first, row=row, matrix=matrix), expert, product
 
@@ -618,23 +611,17 @@ def ask_runs(
 ) -> None:
     """Issue the copies of one run after the other, and leave the scale of each."""
     walk, counts, rounds = told
-    shared, chosen = counts[0], pointers[6].toint()
+    chosen = pointers[6].toint(), ptx.global_word
     at, phase, kept_at, kept_phase = first_places(1)
     tile, turn = walk.begin, Uint32(0)
-    number = chosen_for(tile, walk, chosen, shared, form, ptx.global_word)
     while tile < walk.end:
-        own, expert, product = own_matrix(place, tile, walk, form, number, counts)
+        own, expert, product = own_matrix(place, tile, walk, form, chosen, counts)
         scale = scale_of(expert, product, pointers, counts[2], form)
         count = facts.run_length(tile, walk.end, walk.of_matrix, form.tiles)
-        # The next run's choice is read a run ahead: nothing waits for it.
-        tile = tile + count
-        number = chosen_for(
-            ops.minimum(tile, walk.every - 1), walk, chosen, shared, form, ptx.global_word
-        )
         slot = memory.scales + turn % facts.SCALE_SLOTS * facts.SLOT_BYTES
         asked = (at, phase, kept_at, kept_phase), (count, (slot, *scale))
         at, phase, kept_at, kept_phase = ask(views, own, memory, rounds, asked, form)
-        turn = turn + 1
+        tile, turn = tile + count, turn + 1
 
 
 @cute.jit
@@ -739,9 +726,8 @@ def by_row_kernel(
         if place.warp == form.warps:
             # A guess: an expert that is still being written costs a copy to L2, and nothing else
             # follows from it.
-            chosen = pointers[6].toint()
-            likely = chosen_for(walk.begin, walk, chosen, counts[0], form, ptx.early_word)
-            own, _, _ = own_matrix(place, walk.begin, walk, form, likely, counts)
+            chosen = pointers[6].toint(), ptx.early_word
+            own, _, _ = own_matrix(place, walk.begin, walk, form, chosen, counts)
             ask_early(views, own, rounds, form)
     wait_for_front()
     if place.warp == form.warps:

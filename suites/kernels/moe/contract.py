@@ -114,9 +114,9 @@ def _by_row_form(form: W4A16ByRowForm, *, slow: bool) -> MachineCode:
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": form.tiles * 8,
         "mul.rn.bf16x2": 32 * form.tiles * (not native),
         "add.rn.f32": w4a16.PARTS - 1,
-        # The loading warp alone reads experts, of the first run and of the next, and both scales.
+        # The loading warp alone reads the expert and both scales.
         "ld.relaxed.gpu.global.b32": int(form.early),
-        "ld.global.b32": 2,
+        "ld.global.b32": 1,
         "ld.global.f32": 2,
         "st.shared.v4.b32": 1,
         "ld.shared.v4.b32 {a, b, one, other}": 1,
