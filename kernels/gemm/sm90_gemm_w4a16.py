@@ -15,9 +15,11 @@ Order: set up barriers; PDL: release the next launch, ask L2 for the first stage
   scale, round, write.
 K that is no multiple of 256 (`ragged`) puts linear scales on addresses that TMA rejects; lanes read
   those from global memory.
-By row (W4A16ByRowForm, `launch_by_row`): grid z is a row of activations and one matrix of its
-  expert, whose number the kernel reads after the previous launch has ended, and before for L2
-  alone. The rest is that of one row: its bits are those of `launch_w4a16` on its matrix.
+By row (W4A16ByRowForm, `launch_by_row`): tiles of all rows and matrices are divided among thread
+  blocks. Each walks its share in runs of up to `form.tiles` tiles of one matrix; the loading warp
+  reads the row's expert after the previous launch has ended, and before for L2 alone. It asks for
+  the next run's boxes while the others add up the parts of the last one, whose sums have memory of
+  their own, twice. A row's bits are those of `launch_w4a16` on its matrix.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
 graph. Shape letters: M rows, N outputs, K columns, P = K / 2 bytes.

@@ -104,8 +104,8 @@ class ByRowSum(CombineProblem):
     rides: bool
 
 
-# Two thread blocks share a processor: one loads while the other one adds up its parts of K. Every
-# form gives the same bits; times of each are in docs/design-notes/moe_kernel.md.
+# Two thread blocks share a processor, so that eight warps of a scheduler hide each other's waits.
+# Every form and division gives the same bits; times are in docs/design-notes/moe_kernel.md.
 WIDE = W4A16Tactic(1, float("inf"), tiles=4, groups=1, ranks=1, stages=4, resident=2)
 NARROW = W4A16Tactic(1, float("inf"), tiles=2, groups=1, ranks=1, stages=4, resident=2)
 TACTICS = (WIDE, NARROW)
