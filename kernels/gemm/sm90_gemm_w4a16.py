@@ -608,7 +608,7 @@ def ask_runs(
     place: W4A16Thread,
     memory: W4A16Memory,
     pointers: tuple[Any, ...],
-    told: tuple[Walk, tuple[Any, ...], tuple[Any, Any]],
+    told: tuple[Walk, tuple[Any, Any, Any], tuple[Any, Any]],
     form: cutlass.Constexpr,
 ) -> None:
     """Issue the copies of one run after the other, and leave the scale of each."""
@@ -716,7 +716,9 @@ def by_row_kernel(
 ) -> None:
     """Dispatch by warp: the last one loads, the others multiply and add up, run after run."""
     rows, outputs, columns, kept_count, *others = (Uint32(each) for each in extents)
-    division, counts = others[: facts.DIVISION], others[facts.DIVISION :]
+    division = tuple(others[: facts.DIVISION])
+    shared, routed, experts = others[facts.DIVISION :]
+    counts = (shared, routed, experts)
     place, memory = place_of(form), memory_of(form)
     sums = memory.kept + kept_count * form.kept_bytes
     memory = memory._replace(sums=sums, scales=sums + facts.SUM_BUFFERS * form.run_bytes)

@@ -487,8 +487,9 @@ def test_turns_do_not_change_a_bit() -> None:
         want, memory = checks.memory_of(case, given), checks.memory_of(case, given)
         checks.launch_walks(case, given, want, 1)
         assert not checks.difference(case, given, want)
-        divisions = (1, 2, 3, 17, 1 << 20, *(facts.Division(264, unit) for unit in (1, 2, 3, 4)))
-        for tactic, division in product(BY_ROW_TACTICS, (*divisions, facts.Division(7, 1))):
+        divisions: list[int | facts.Division] = [1, 2, 3, 17, 1 << 20, facts.Division(7, 1)]
+        divisions += [facts.Division(264, unit) for unit in (1, 2, 3, 4)]
+        for tactic, division in product(BY_ROW_TACTICS, divisions):
             for tensor in memory.values():
                 tensor.view(torch.uint8).fill_(checks.POISON)
             checks.launch_walks(case, given, memory, division, tactic)
