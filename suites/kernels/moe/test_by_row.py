@@ -114,7 +114,7 @@ def walked(block: int, matrices: int, shares: Sequence[int], most: int) -> list[
 def test_every_tile_of_every_row_has_one_place_on_one_walk() -> None:
     for of_matrix, matrices, most in ((128, 14, 4), (8, 9, 3), (448, 9, 4), (8, 2, 1)):
         every = of_matrix * matrices
-        for blocks, unit in product((1, 5, every // 9 + 1, every, every + 3), (1, 2, 4)):
+        for blocks, unit in product((1, 5, every // 9 + 1, every, every + 3), (1, 2, 3, 4)):
             least, more = divmod(-(-every // unit), blocks)
             shares = (of_matrix, least, more, unit)
             runs = [run for block in range(blocks) for run in walked(block, matrices, shares, most)]
@@ -139,6 +139,11 @@ def test_thread_blocks_that_are_there_at_once_have_equal_shares(tokens: int, pro
     assert (kept - 1) * form.tiles >= form.stages
     assert least * blocks + more == of_matrix * products * problem.rows
     assert (more < blocks, unit) == (True, 1)
+    # Where stages leave less room, activations of fewer rounds are kept.
+    deeper = facts.form_of(problem, products, "sm_90a", replace(facts.WIDE, stages=5))
+    *_, fewer, _, size, _, _, _, _ = facts.extents_of(problem, deeper, division)
+    assert fewer == min(kept, 3)
+    assert deeper.resident * (size + w4a16.RESERVED_BYTES) <= 228 * 1024
     # Few tiles: a run each, as many thread blocks as that takes.
     assert facts.choose_division(problem, form, 100_000) == facts.by_turns(problem, form, 1)
 
