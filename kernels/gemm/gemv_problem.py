@@ -25,11 +25,24 @@ if TYPE_CHECKING:
 
 VECTOR = 8  # BF16 numbers of a lane's 16-byte load
 LANES = 32
-GROUP = 4  # rows of the weight that a warp sums at once
-AHEAD = 2  # steps whose loads are under way while one is summed
 WARPS = 16
 EARLY_VECTORS = 1024  # of a warp's weights, asked for early; all warps' are 34 MB, L2 holds 50
 STEP = VECTOR * LANES  # values of K that a warp sums in a step
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a warp reads its rows of the weight; no bit of a result depends on it."""
+
+    least_columns: int  # of the weight, from which on this walk is taken
+    group: int  # rows of the weight that a warp sums at once
+    ahead: int  # steps whose loads are under way while one is summed
+
+
+# A lane has eight loads under way in each. Few rows of a weight are spread over all warps of a GPU:
+# in groups of four, 128 rows would keep 32 warps busy, each waiting for memory by itself.
+WALKS = (Walk(8192, 4, 2), Walk(4096, 2, 4), Walk(0, 1, 8))
+MOST_AHEAD = max(walk.ahead for walk in WALKS)
 ROWS = (1, 2, 4, 8)  # of activations: a form serves up to so many
 MOST_COLUMNS = 16_384
 OUTPUTS = ("fp32", "bf16")
@@ -81,6 +94,7 @@ class GemvForm:
     rows: int
     out: str
     target: str
+    walk: Walk
 
 
 def rows_of_form(rows: int) -> int:
@@ -89,26 +103,27 @@ def rows_of_form(rows: int) -> int:
 
 
 def inner_held(rows: int) -> int:
-    """Return how many activations of a row fit in shared memory, in whole pairs of steps."""
+    """Return how many activations of a row fit in shared memory, in whole turns of any walk."""
     limit = min(target.shared_memory_bytes for target in TARGETS.values())
-    whole = AHEAD * STEP
+    whole = MOST_AHEAD * STEP
     return min(MOST_COLUMNS, limit // (2 * rows) // whole * whole)
 
 
 def choose_form(problem: GemvProblem, target: str) -> GemvForm:
     """Return the form that answers a problem."""
-    return GemvForm(rows_of_form(problem.rows), problem.out, target)
+    walk = next(walk for walk in WALKS if problem.columns >= walk.least_columns)
+    return GemvForm(rows_of_form(problem.rows), problem.out, target, walk)
 
 
-def steps(problem: GemvProblem) -> int:
-    """Return the steps that a warp makes along K, rounded up to a multiple of AHEAD."""
-    made: int = round_up(ceil_div(problem.inner, STEP), AHEAD)
+def steps(problem: GemvProblem, walk: Walk) -> int:
+    """Return the steps that a warp makes along K, rounded up to whole turns of its walk."""
+    made: int = round_up(ceil_div(problem.inner, STEP), walk.ahead)
     return made
 
 
-def grid(problem: GemvProblem, processors: int) -> int:
+def grid(problem: GemvProblem, walk: Walk, processors: int) -> int:
     """Return the thread blocks: one a multiprocessor, or one a group of weights if fewer."""
-    groups: int = ceil_div(problem.columns, GROUP)
+    groups: int = ceil_div(problem.columns, walk.group)
     return min(groups, processors)
 
 

@@ -121,13 +121,13 @@ def _replay_plain(operands: str) -> Replay:
 
 
 def _few_rows_code(target: str) -> Iterator[MachineCode]:
-    for rows, out in product(gemv_problem.ROWS, gemv_problem.OUTPUTS):
-        fused = gemv_problem.AHEAD * gemv_problem.VECTOR * gemv_problem.GROUP * rows
+    for walk, rows, out in product(gemv_problem.WALKS, gemv_problem.ROWS, gemv_problem.OUTPUTS):
+        fused = walk.ahead * gemv_problem.VECTOR * walk.group * rows
         # 16 bytes a lane: a row of activations each to hold them, weights in front and in the walk.
-        loads = rows + 2 * gemv_problem.AHEAD * gemv_problem.GROUP
+        loads = rows + 2 * walk.ahead * walk.group
         yield MachineCode(
-            "simt_gemv_bf16", GemvForm(rows, out, target), 128, fused=fused,  # 512 threads
-            counts={"ld.global.v4": loads}, slow=(rows, out) != (8, "fp32"),
+            "simt_gemv_bf16", GemvForm(rows, out, target, walk), 128, fused=fused,  # 512 threads
+            counts={"ld.global.v4": loads}, slow=(rows, out, walk.group) != (8, "fp32", 4),
         )  # fmt: skip
 
 

@@ -308,9 +308,10 @@ def test_grouped_fp8_problem_refuses_by_name() -> None:
 
 
 def test_every_row_of_the_weight_has_one_warp() -> None:
-    for columns in (1, 5, 2048, 129_280):
+    for columns in (1, 5, 4099, 129_280):
         problem = GemvProblem(1, columns, 64)
-        walkers, groups = grid(problem, 132), -(-columns // gemv_problem.GROUP)
+        walk = choose_gemv_form(problem, "sm_90a").walk
+        walkers, groups = grid(problem, walk, 132), -(-columns // walk.group)
         visited = [
             group
             for block in range(walkers)
@@ -324,13 +325,23 @@ def test_what_is_held_fits_and_covers_every_step() -> None:
     for rows in gemv_problem.ROWS:
         held = gemv_problem.inner_held(rows)
         room = min(target.shared_memory_bytes for target in TARGETS.values())
-        assert held % (gemv_problem.AHEAD * gemv_problem.STEP) == 0
         assert 2 * rows * held <= room
         widest = GemvProblem(rows, 1, held)
-        assert steps(widest) * gemv_problem.STEP <= held
+        for walk in gemv_problem.WALKS:
+            assert held % (walk.ahead * gemv_problem.STEP) == 0
+            assert steps(widest, walk) * gemv_problem.STEP <= held
         assert held >= 14_336
-    assert steps(GemvProblem(1, 1, 8)) == gemv_problem.AHEAD
-    assert steps(GemvProblem(1, 1, 7168)) == 28
+    for walk in gemv_problem.WALKS:
+        assert steps(GemvProblem(1, 1, 8), walk) == walk.ahead
+        assert steps(GemvProblem(1, 1, 7168), walk) == -(-28 // walk.ahead) * walk.ahead
+
+
+def test_a_weight_of_few_rows_is_spread_over_all_warps() -> None:
+    groups = [
+        choose_gemv_form(GemvProblem(1, n, 64), "sm_90a").walk.group
+        for n in (64, 4095, 4096, 8191, 8192, 129_280)
+    ]
+    assert groups == [1, 1, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize("inner", [8, 264, 7168])
