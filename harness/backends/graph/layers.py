@@ -193,21 +193,25 @@ class V4Steps(DecoderSteps):
     ) -> Tensor:
         w, run, c = weights.attn, self.kernels.run, self.config
         table, positions = self.rope_table(weights.rope), self.lanes.positions
+        with self.aside():
+            self._write_latent(weights, memory, lists, self._product("attn.wkv", w.wkv, x))
+            self._advance(weights, memory, x)
         low = self._product("attn.wq_a", w.wq_a, x)
         qr = self.normed(w.q_norm, low)
         self.shown("attn.q_norm", x=low, out=qr)
-        heads = self._product("attn.wq_b", w.wq_b, qr).reshape(len(x), -1, WIDTH)
-        of_heads = QNormRopeProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
-        (q,) = run("simt_qnorm_rope", of_heads, heads=heads, turns=table, positions=positions)
-        self._write_latent(weights, memory, lists, self._product("attn.wkv", w.wkv, x))
         near, far = KeyList(self.room.window, self.room.pages(0)), None
         more = {"window_slots": lists.window, "window_cache": memory.window}
         ratio = weights.block.ratio
         if ratio:
-            slots = self._entries(weights, memory, lists, (x, qr))
+            with self.aside():
+                slots = self._visible(weights, memory, lists, (x, qr))
             assert memory.entries is not None, "a layer that compresses has entries"
             far = KeyList(slots.shape[1], self.room.pages(ratio))
             more |= {"entries_slots": slots, "entries_cache": memory.entries}
+        heads = self._product("attn.wq_b", w.wq_b, qr).reshape(len(x), -1, WIDTH)
+        of_heads = QNormRopeProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
+        (q,) = run("simt_qnorm_rope", of_heads, heads=heads, turns=table, positions=positions)
+        self.meet()
         splits = self.splits(near, far) if far else self.splits(near)
         problem = AttentionProblem(len(x), heads.shape[1], near, far, "decode", splits=splits)
         out = run("sm90_sparse_attention", problem, q=q, sink=w.sink, **more)[0]
@@ -251,20 +255,30 @@ class V4Steps(DecoderSteps):
 
     # ---- compressed entries ----------------------------------------------------------------------
 
-    def _entries(
-        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, given: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Advance the compressor; return slots of the entries that each token attends to."""
+    def _advance(self, weights: LayerWeights, memory: LayerMemory, x: Tensor) -> None:
+        """Take the tokens into the compressor, and the indexer's; write completed entries."""
         w, ratio = weights.attn, weights.block.ratio
+        if not ratio:
+            return
         assert w.compressor is not None, "a layer with a ratio compresses"
         assert memory.ring is not None, "and carries rows"
         assert memory.entries is not None, "into entries"
-        tensors = self._pooled("attn", w.compressor, memory.ring, ratio, given[0])
+        tensors = self._pooled("attn", w.compressor, memory.ring, ratio, x)
         pages = self.room.pages(ratio)
         self._write_entries(weights, w.compressor, tensors, memory.entries, pages)
-        if w.indexer is None:
+        if w.indexer is not None:
+            assert memory.keys is not None, "an indexer has keys"
+            assert memory.key_ring is not None, "and carries rows"
+            self._write_keys(weights, w.indexer, (memory.keys, memory.key_ring), x)
+
+    def _visible(
+        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, given: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Return slots of the entries that each token attends to."""
+        indexer, ratio = weights.attn.indexer, weights.block.ratio
+        if indexer is None:
             return lists.visible[ratio]
-        chosen = self._chosen(weights, w.indexer, memory, given)
+        chosen = self._chosen(weights, indexer, memory, given)
         return self.slots(CHOSEN, chosen.shape[1], ratio, chosen)[0]
 
     def _pooled(
@@ -311,8 +325,6 @@ class V4Steps(DecoderSteps):
         """Return the indices of the chosen entries, ascending, padded with -1."""
         (x, qr), ratio, run = given, weights.block.ratio, self.kernels.run
         assert memory.keys is not None, "an indexer has keys"
-        assert memory.key_ring is not None, "and carries rows"
-        self._write_keys(weights, w, (memory.keys, memory.key_ring), x)
         heads, table = w.weights.shape[0], self.rope_table(weights.rope)
         product = self._product("attn.indexer.wq_b", w.wq_b, qr)
         q = product.reshape(len(x), heads, KEY_WIDTH)
@@ -449,11 +461,16 @@ class V32Steps(DecoderSteps):
     ) -> Tensor:
         w, c = weights.attn, self.config
         table = self.rope_table(weights.rope)
+        with self.aside():
+            self._write_row(w, memory, own, (self.multiply(w.wkv_a, x), table))
+            of_heads = self._write_key(w.indexer, memory, own, x)
         qr = self.normed(w.q_norm, self.multiply(w.wq_a, x), self._latent_epsilon)
+        with self.aside():
+            chosen = self._chosen(w.indexer, memory, of_heads, qr)
+            slots = self.slots(CHOSEN, chosen.shape[1], EVERY, chosen)[0]
         heads = self.multiply(w.wq_b, qr).reshape(len(x), c.num_attention_heads, -1)
-        self._write_row(w, memory, own, (self.multiply(w.wkv_a, x), table))
-        chosen = self._chosen(w.indexer, memory, own, (x, qr))
-        slots = self.slots(CHOSEN, chosen.shape[1], EVERY, chosen)[0]
+        q = self._query(w, heads, table)
+        self.meet()
         keys = KeyList(chosen.shape[1], self.room.pages(EVERY, WITH_KEY))
         mode = "decode" if self.rows == self.room.lanes else "prefill"
         problem = AttentionProblem(
@@ -461,7 +478,7 @@ class V32Steps(DecoderSteps):
             scale=self._scale,
         )  # fmt: skip
         out = self.kernels.run(
-            "sm90_sparse_attention", problem, q=self._query(w, heads, table), sink=None,
+            "sm90_sparse_attention", problem, q=q, sink=None,
             window_slots=slots, window_cache=memory.rows,
         )[0]  # fmt: skip
         return self.multiply(w.wo, by_head(self.kernels, out, w.value))
@@ -491,31 +508,34 @@ class V32Steps(DecoderSteps):
 
     # ---- the indexer -----------------------------------------------------------------------------
 
-    def _chosen(
-        self, w: KeyIndexing, memory: LatentMemory, own: Tensor, given: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Return the indices of the chosen tokens int32 [B, K], ascending, padded with -1."""
-        (x, qr), run, positions = given, self.kernels.run, self.lanes.positions
+    def _write_key(self, w: KeyIndexing, memory: LatentMemory, own: Tensor, x: Tensor) -> Tensor:
+        """Write the indexer's key into the lane's pages; return the weights of its heads."""
         key = self.multiply(w.wk, x)[:, None]
         more: dict[str, Any] = {"weight": w.norm, "bias": w.bias}
         keys = self.room.pages(EVERY, KEY_WIDTH, "bf16")
-        run(
+        self.kernels.run(
             "simt_kv_write", WriteProblem(len(x), keys, source="row"),
             values=self._operand(key, **more).flatten(1), slots=own, cache=memory.keys,
         )  # fmt: skip
-        heads = self.config.index_n_heads
-        q = self.multiply(w.wq_b, qr).reshape(len(x), heads, KEY_WIDTH)
         of_heads = self.widely(w.weights, x)
+        return self.scaled(of_heads, w.factor, of_heads.dtype)
+
+    def _chosen(self, w: KeyIndexing, memory: LatentMemory, of_heads: Tensor, qr: Tensor) -> Tensor:
+        """Return the indices of the chosen tokens int32 [B, K], ascending, padded with -1."""
+        run, positions = self.kernels.run, self.lanes.positions
+        keys = self.room.pages(EVERY, KEY_WIDTH, "bf16")
+        heads = self.config.index_n_heads
+        q = self.multiply(w.wq_b, qr).reshape(len(qr), heads, KEY_WIDTH)
         columns, lanes = self.room.columns(EVERY), self.room.lanes
         pages = KeyPages("bf16", PAGE, keys.count)
         (scores,) = run(
-            "sm90_indexer_scores", ScoresProblem(len(x), heads, columns, lanes, pages),
-            queries=self._operand(q), weights=self.scaled(of_heads, w.factor, of_heads.dtype),
+            "sm90_indexer_scores", ScoresProblem(len(qr), heads, columns, lanes, pages),
+            queries=self._operand(q), weights=of_heads,
             positions=positions, sequences=self.lanes.members, table=self.tables(EVERY).pages,
             pages=memory.keys,
         )  # fmt: skip
         count = min(self.config.index_topk, columns)
-        return run("simt_indexer_topk", TopkProblem(len(x), columns, count), scores=scores)[0]
+        return run("simt_indexer_topk", TopkProblem(len(qr), columns, count), scores=scores)[0]
 
     def _operand(self, rows: Tensor, **norm: torch.Tensor) -> Tensor:
         """Prepare indexer rows: optional norm, half-split RoPE, transform, rounding."""

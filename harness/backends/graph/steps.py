@@ -7,6 +7,7 @@ lanes, norms, router, experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,7 +42,7 @@ from degarble.kernels.rows.problem import NormProblem, ScaleProblem
 from degarble.kernels.rows.router_problem import RouterProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from collections.abc import Sequence as Many
 
     from torch import Tensor
@@ -266,6 +267,8 @@ class DecoderSteps(ABC):
         self.prefix = ""  # of the layer that runs
         self._tables: dict[int, Tables] = {}
         self._turns: dict[Rope, Tensor] = {}
+        # Launches that do not wait for each other: two branches of a graph.
+        self.second = torch.cuda.Stream(kernels.device) if kernels.device.type == "cuda" else None
 
     @abstractmethod
     def run_layers(
@@ -280,6 +283,26 @@ class DecoderSteps(ABC):
     def shown(self, role: str, **tensors: Tensor) -> None:
         """Show the tensors of a component of the layer that runs."""
         self.show(f"{self.prefix}.{role}", **tensors)
+
+    # ---- two branches ----------------------------------------------------------------------------
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Launch what is inside beside what follows, until `meet`; it waits for all before it.
+
+        Trap: a tensor that is made outside and read inside has to live until then.
+        """
+        if self.second is None:
+            yield
+            return
+        self.second.wait_stream(torch.cuda.current_stream(self.second.device))
+        with torch.cuda.stream(self.second):
+            yield
+
+    def meet(self) -> None:
+        """Let what follows wait for all that was launched aside."""
+        if self.second is not None:
+            torch.cuda.current_stream(self.second.device).wait_stream(self.second)
 
     # ---- where things lie ------------------------------------------------------------------------
 
