@@ -1,8 +1,9 @@
 """Plant random faults into captured runs, of kernels or an engine, and count what is said of them.
 
-    python -m degarble.suites.campaigns.causes.captured_faults --captures DIR [--count N] [--table]
+    python -m degarble.suites.campaigns.causes.captured_faults --captures DIR [--models DIR] [--count N]
 
-DIR holds one capture for each small model of `references/tiny/v1`, by its name: `v4`, `v32`.
+DIR holds one capture for each small model of `references/tiny/v1`, by its name: `v4`, `v32`; or of
+quantised copies of them, in the folder that --models names.
 Outcomes are those of `random_faults`. First each capture is replayed without a fault: `replayed`
 is the share of its calls that the replay gives to the bit, and a healthy run has no origin.
 """
@@ -28,16 +29,17 @@ MODELS = ROOT / "references/tiny/v1"
 
 
 @cache
-def opened(path: Path) -> CapturedStage:
+def opened(path: Path, models: Path) -> CapturedStage:
     """Open a capture once a process."""
-    return CapturedStage.open(path, MODELS / path.name)
+    return CapturedStage.open(path, models / path.name)
 
 
-def case(seed: int, captures: Path) -> CaseResult:
+def case(seed: int, captures: Path, models: Path) -> CaseResult:
     """Plant the fault of a seed into one of the captures."""
     torch.set_num_threads(1)
     drawn = random.Random(f"captured fault {seed}")
-    where = opened(drawn.choice(sorted(each for each in captures.iterdir() if each.is_dir())))
+    path = drawn.choice(sorted(each for each in captures.iterdir() if each.is_dir()))
+    where = opened(path, models)
     answer = judged(where, [where.drawn(drawn)])
     faults = [plain(each) for each in answer.answers]
     detail = json.dumps({"stage": where.name, "elsewhere": answer.elsewhere, "faults": faults})
@@ -45,11 +47,11 @@ def case(seed: int, captures: Path) -> CaseResult:
     return CaseResult(seed, kind, outcome(answer), detail)
 
 
-def healthy(captures: Path) -> list[str]:
+def healthy(captures: Path, models: Path) -> list[str]:
     """Say of each capture how much of it the replay gives, and what is found in it."""
     lines = []
     for path in sorted(each for each in captures.iterdir() if each.is_dir()):
-        where = opened(path)
+        where = opened(path, models)
         found = where.localised(where.healthy).origins
         lines.append(
             f"{path.name}: {where.replayed():.1%} of calls replayed, {len(found)} origins"
@@ -62,13 +64,14 @@ def main() -> int:
     """Run the campaign; the exit status is 1 where something false is said, or is no fault."""
     parser = arguments((__doc__ or "").partition("\n")[0], count=100)
     parser.add_argument("--captures", type=Path, required=True, help="a folder of captures")
+    parser.add_argument("--models", type=Path, default=MODELS, help="their checkpoints, by name")
     parser.add_argument("--table", action="store_true", help="print what was written, run nothing")
     asked = parser.parse_args()
     status = 0
     if not asked.table:
-        lines = healthy(asked.captures)
+        lines = healthy(asked.captures, asked.models)
         sys.stdout.write("\n".join(lines) + "\n")
-        run = partial(case, captures=asked.captures)
+        run = partial(case, captures=asked.captures, models=asked.models)
         status = run_campaign(NAME, run, asked, wanted=WANTED)
         status |= any(not line.endswith(" 0 origins") for line in lines)
     sys.stdout.write(f"{table(stored(asked.out / f'{NAME}.jsonl'))}\n")

@@ -15,6 +15,7 @@ import torch
 
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.commands.check.check import as_recorded
+from degarble.harness.engine.conventions.registry import conventions_in
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.inference.model import open_model
@@ -81,7 +82,8 @@ class CapturedStage(Stage):
     @classmethod
     def open(cls, path: Path, checkpoint: Path) -> CapturedStage:
         """Open a capture, whose checkpoint may have moved."""
-        capture, model = Capture.open(path), open_model(checkpoint)
+        capture = Capture.open(path)
+        model = open_model(checkpoint, switches=conventions_in(capture.facts))
         twin = as_recorded(model.logits_model.bound, capture)
         candidate = _in_float32(twin)
         for name, calls in _captured_calls(capture).items():
