@@ -1,4 +1,4 @@
-"""Problem, form and summation order of a product of up to 8 BF16 rows with a BF16 weight.
+"""Problem, form and summation order of products of up to 8 BF16 rows with BF16 weights.
 
 The summation order depends on K alone. Lane l of a warp takes the values 256 s + 8 l + i in order
 of s, then i, by fma from 0 on in float32; lanes are folded by distance 16, 8, 4, 2, 1. A product of
@@ -34,15 +34,16 @@ STEP = VECTOR * LANES  # values of K that a warp sums in a step
 class Walk:
     """How a warp reads its rows of the weight; no bit of a result depends on it."""
 
-    least_columns: int  # of the weight, from which on this walk is taken
-    group: int  # rows of the weight that a warp sums at once
+    least_sums: int  # of a row of activations, from which on this walk is taken
+    together: int  # rows of the weight that a warp sums at once
     ahead: int  # steps whose loads are under way while one is summed
 
 
-# A lane has eight loads under way in each. Few rows of a weight are spread over all warps of a GPU:
-# in groups of four, 128 rows would keep 32 warps busy, each waiting for memory by itself.
-WALKS = (Walk(8192, 4, 2), Walk(4096, 2, 4), Walk(0, 1, 8))
-MOST_AHEAD = max(walk.ahead for walk in WALKS)
+# Few rows of a weight are spread over all warps of a GPU: by four, 128 rows would keep 32 warps
+# busy, each waiting for memory by itself. Measured: docs/design-notes/row_kernels.md.
+OF_ONE_ROW = (Walk(8192, 4, 2), Walk(1280, 2, 4), Walk(0, 1, 8))
+OF_SEVERAL = (Walk(8192, 4, 2), Walk(0, 1, 4))
+MOST_AHEAD = max(walk.ahead for walk in OF_ONE_ROW + OF_SEVERAL)
 ROWS = (1, 2, 4, 8)  # of activations: a form serves up to so many
 MOST_COLUMNS = 16_384
 OUTPUTS = ("fp32", "bf16")
@@ -50,18 +51,23 @@ OUTPUTS = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class GemvProblem:
-    """M rows of K activations times N rows of K weights, all BF16: M x N sums."""
+    """G products of M rows of K activations with N rows of K weights, all BF16: M x G N sums.
+
+    A row of activations holds those of all groups, one behind the other.
+    """
 
     rows: int
-    columns: int
-    inner: int
+    columns: int  # of a group
+    inner: int  # of a group
     out: str = "fp32"
+    groups: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rows <= ROWS[-1] or not 1 <= self.columns < LARGEST_ROWS:
+        whole = self.columns > 0 and self.groups > 0 and self.sums < LARGEST_ROWS
+        if not 0 <= self.rows <= ROWS[-1] or not whole:
             raise ShapeMismatch(
                 "product of few rows",
-                (self.rows, self.columns),
+                (self.rows, self.columns, self.groups),
                 f"at most {ROWS[-1]} rows of activations, and rows of weights below 2**31",
                 "More rows are a GEMM's business.",
             )
@@ -76,6 +82,11 @@ class GemvProblem:
             raise UnknownName.among("dtype of a product", self.out, OUTPUTS)
 
     @property
+    def sums(self) -> int:
+        """Return the sums of a row of activations, of all groups."""
+        return self.groups * self.columns
+
+    @property
     def most_inner(self) -> int:
         """Return the largest K whose activations fit in shared memory."""
         return inner_held(rows_of_form(self.rows))
@@ -83,8 +94,8 @@ class GemvProblem:
     @property
     def bytes_moved(self) -> int:
         """Return the fewest bytes moved: every weight, activation and sum once."""
-        sums = self.rows * self.columns * (4 if self.out == "fp32" else 2)
-        return 2 * self.columns * self.inner + 2 * self.rows * self.inner + sums
+        sums = self.rows * self.sums * (4 if self.out == "fp32" else 2)
+        return 2 * self.inner * (self.sums + self.rows * self.groups) + sums
 
 
 @dataclass(frozen=True)
@@ -111,8 +122,10 @@ def inner_held(rows: int) -> int:
 
 def choose_form(problem: GemvProblem, target: str) -> GemvForm:
     """Return the form that answers a problem."""
-    walk = next(walk for walk in WALKS if problem.columns >= walk.least_columns)
-    return GemvForm(rows_of_form(problem.rows), problem.out, target, walk)
+    rows = rows_of_form(problem.rows)
+    walks = OF_ONE_ROW if rows == 1 else OF_SEVERAL
+    walk = next(walk for walk in walks if problem.sums >= walk.least_sums)
+    return GemvForm(rows, problem.out, target, walk)
 
 
 def steps(problem: GemvProblem, walk: Walk) -> int:
@@ -121,10 +134,10 @@ def steps(problem: GemvProblem, walk: Walk) -> int:
     return made
 
 
-def grid(problem: GemvProblem, walk: Walk, processors: int) -> int:
-    """Return the thread blocks: one a multiprocessor, or one a group of weights if fewer."""
-    groups: int = ceil_div(problem.columns, walk.group)
-    return min(groups, processors)
+def grid(problem: GemvProblem, walk: Walk, processors: int) -> tuple[int, int]:
+    """Return the thread blocks of a group, and the groups: one block a multiprocessor at most."""
+    bundles: int = ceil_div(problem.columns, walk.together)
+    return min(bundles, max(1, processors // problem.groups)), problem.groups
 
 
 # ---- the arithmetic of a lane --------------------------------------------------------------------

@@ -74,9 +74,11 @@ def _residual_norm(p: Any, t: Given) -> Made:
 
 
 def _gemv(p: Any, t: Given) -> Made:
-    require_tensor("activations", t["x"], BF16, (p.rows, p.inner), 16)
-    require_tensor("weight", t["weight"], BF16, (p.columns, p.inner), 16)
-    return ((t["x"].float() @ t["weight"].float().T).to(BF16 if p.out == "bf16" else F32),)
+    require_tensor("activations", t["x"], BF16, (p.rows, p.groups * p.inner), 16)
+    require_tensor("weight", t["weight"], BF16, (p.sums, p.inner), 16)
+    pairs = zip(t["x"].float().chunk(p.groups, 1), t["weight"].float().chunk(p.groups), strict=True)
+    out = torch.cat([x @ weight.T for x, weight in pairs], 1)
+    return (out.to(BF16 if p.out == "bf16" else F32),)
 
 
 def _gemm_bf16(p: Any, t: Given) -> Made:

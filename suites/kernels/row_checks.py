@@ -240,14 +240,22 @@ class GemvCase:
     def name(self) -> str:
         """One line that finds the case again."""
         p = self.problem
-        return f"gemv {p.rows}x{p.columns}x{p.inner} {p.out} {self.spread} seed={self.seed}"
+        extents = f"{p.rows}x{p.columns}x{p.inner}{f'x{p.groups}' if p.groups > 1 else ''}"
+        return f"gemv {extents} {p.out} {self.spread} seed={self.seed}"
 
     @cached_property
     def operands(self) -> tuple[Tensor, Tensor]:
         """Draw activations and weight."""
         p = self.problem
-        x_MK = spread((p.rows, p.inner), self.spread, self.seed)
-        return x_MK, spread((p.columns, p.inner), "ordinary", self.seed + 1)
+        x_MK = spread((p.rows, p.groups * p.inner), self.spread, self.seed)
+        return x_MK, spread((p.sums, p.inner), "ordinary", self.seed + 1)
+
+
+def grouped_by_definition(case: GemvCase, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Return the sums [M, G N] of a case's groups."""
+    groups = case.problem.groups
+    pairs = zip(x_MK.chunk(groups, 1), weight_NK.chunk(groups), strict=True)
+    return torch.cat([product_by_definition(*pair, case.problem.out) for pair in pairs], 1)
 
 
 def product_by_definition(x_MK: Tensor, weight_NK: Tensor, out: str) -> Tensor:
@@ -282,7 +290,7 @@ def multiply(x_MK: Tensor, weight_NK: Tensor, p: GemvProblem, out: Tensor | None
 def product_on_device(case: GemvCase) -> Tensor:
     """Run a case on the GPU, into poisoned memory; the result stays there."""
     p = case.problem
-    out = torch.empty((p.rows, p.columns), dtype=operands.DTYPES[p.out], device="cuda")
+    out = torch.empty((p.rows, p.sums), dtype=operands.DTYPES[p.out], device="cuda")
     out.view(torch.uint8).fill_(POISON)
     x_MK, weight_NK = (part.cuda() for part in case.operands)
     return multiply(x_MK, weight_NK, p, out)
@@ -292,7 +300,7 @@ def product_mismatch(case: GemvCase) -> str:
     """Say how a case differs from its definition on the GPU; empty where it does not."""
     got = product_on_device(case)
     x_MK, weight_NK = (part.to(got.device) for part in case.operands)
-    return bits_differ(case.name, got, product_by_definition(x_MK, weight_NK, case.problem.out))
+    return bits_differ(case.name, got, grouped_by_definition(case, x_MK, weight_NK))
 
 
 def gemv_cases() -> list[GemvCase]:
@@ -313,6 +321,8 @@ def gemv_cases() -> list[GemvCase]:
     ]
     cases += [GemvCase(GemvProblem(m, 5000, 4096), "rows", m) for m in range(1, 9)]
     cases.append(GemvCase(GemvProblem(8, 3000, 14_336), "rows"))
+    of_groups = ((1, 1024, 4096, 8), (4, 512, 128, 128), (3, 77, 264, 5), (2, 1, 8, 300))
+    cases += [GemvCase(GemvProblem(*extents, "bf16", g), "rows") for *extents, g in of_groups]
     return cases
 
 
@@ -326,6 +336,7 @@ def fuzzed_gemvs(seed: int, count: int) -> list[GemvCase]:
             columns=drawn.choice((drawn.randint(1, 40), drawn.randint(1, 3000))),
             inner=8 * drawn.choice((drawn.randint(1, 70), drawn.randint(1, 700))),
             out=drawn.choice(gemv_problem.OUTPUTS),
+            groups=drawn.choice((1, 1, drawn.randint(2, 9))),
         )
         made.append(GemvCase(problem, drawn.choice(SPREADS), drawn.randrange(1 << 30)))
     return made

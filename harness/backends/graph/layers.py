@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.backends.cutedsl.attention import by_head
 from degarble.harness.backends.graph.matrices import (
     TILES,
     CodedGroups,
     coded_product,
-    dense_product,
 )
 from degarble.harness.backends.graph.steps import PAGE, STEP, DecoderSteps, widened
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
@@ -228,12 +226,13 @@ class V4Steps(DecoderSteps):
         positions, groups = self.lanes.positions, w.wo_a
         if isinstance(groups, CodedGroups):
             return coded_product(self.kernels, groups, out, (table, positions))
-        if groups.dense:
+        if groups.dense or self.by_gemv(groups.weight.shape[1]):
             back = InverseRopeProblem(lanes, heads, len(table))
             (turned,) = self.kernels.run(
                 "simt_inverse_rope", back, heads=out, turns=table, positions=positions
             )
-            return dense_product(self.kernels, groups.weight, turned.flatten(1))
+            of = 1 if groups.dense else groups.groups
+            return self.dense(groups.weight, turned.flatten(1), of)
         columns, inner = groups.weight.shape[0] // groups.groups, groups.weight.shape[1]
         problem = GroupedProblem(lanes, groups.groups, columns, inner, WIDTH, len(table))
         return self.kernels.run(
@@ -333,7 +332,7 @@ class V4Steps(DecoderSteps):
         (q,) = run("simt_indexer_operand", operand, rows=q, turns=table, positions=positions)
         stored = self.switches.indexer_in_storage_dtype
         of_heads = self.scaled(
-            dense_product(self.kernels, w.weights, x), w.factor,
+            self.dense(w.weights, x), w.factor,
             torch.bfloat16 if self.switches.indexer_weights_in_storage_dtype else torch.float32,
         )  # fmt: skip
         columns, lanes = self.room.columns(ratio), self.room.lanes
@@ -481,13 +480,13 @@ class V32Steps(DecoderSteps):
             "sm90_sparse_attention", problem, q=q, sink=None,
             window_slots=slots, window_cache=memory.rows,
         )[0]  # fmt: skip
-        return self.multiply(w.wo, by_head(self.kernels, out, w.value))
+        return self.multiply(w.wo, self.by_head(out, w.value))
 
     def _query(self, w: LatentWeights, heads: Tensor, table: Tensor) -> Tensor:
         """Multiply heads by their key matrices, and append their rotated parts: [B, H, 576]."""
         rows, count, width = heads.shape
         plain = heads[..., : width - ROTATED].contiguous()
-        latent = by_head(self.kernels, plain, w.key).reshape(rows, count, WIDTH)
+        latent = self.by_head(plain, w.key).reshape(rows, count, WIDTH)
         problem = QueryProblem(rows, count, width, len(table))
         return self.kernels.run(
             "simt_latent_query", problem, latent=latent, heads=heads, turns=table,

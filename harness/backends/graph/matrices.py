@@ -205,13 +205,13 @@ def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, *, few: bool) -> T
     return kernels.run("sm90_gemm_grouped", grouped, a=x_MK, b=weight_NK)[0]
 
 
-def by_gemv(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, out: str) -> Tensor:
-    """Multiply BF16 rows by a BF16 weight, as many rows a launch as fit."""
-    columns, inner = weight_NK.shape
+def by_gemv(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, out: str, groups: int = 1) -> Tensor:
+    """Multiply BF16 rows by a BF16 weight, or their groups each by its own, few rows a launch."""
+    columns, inner = weight_NK.shape[0] // groups, weight_NK.shape[1]
     most = max(each for each in ROWS if inner <= inner_held(each))
     tensors = [
         kernels.run(
-            "simt_gemv_bf16", GemvProblem(len(some), columns, inner, out), x=own(some),
+            "simt_gemv_bf16", GemvProblem(len(some), columns, inner, out, groups), x=own(some),
             weight=weight_NK,
         )[0]
         for some in x_MK.split(most)

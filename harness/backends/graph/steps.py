@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from degarble.harness.backends.cutedsl.attention import by_head
 from degarble.harness.backends.graph.matrices import (
     BF16,
     FEW_ROWS,
@@ -21,6 +22,7 @@ from degarble.harness.backends.graph.matrices import (
     W4A16,
     Experts,
     by_gemv,
+    dense_product,
     experts_by_row,
     few_rows_expert,
     few_rows_kernel,
@@ -335,9 +337,25 @@ class DecoderSteps(ABC):
 
     def multiply(self, matrix: Matrix, x: Tensor) -> Tensor:
         """Multiply rows by a matrix, NVFP4 as the graph was built to."""
-        if self.by_row and matrix.kernel.kernel == BF16 and x.shape[1] <= inner_held(1):
+        if matrix.kernel.kernel == BF16 and self.by_gemv(x.shape[1]):
             return by_gemv(self.kernels, matrix.operands["b"], x, "bf16")
         return multiply(self.kernels, matrix, x, self.few)
+
+    def by_gemv(self, inner: int) -> bool:
+        """Tell whether BF16 rows of so many values are multiplied by the GEMV."""
+        return self.by_row and inner <= inner_held(1)
+
+    def dense(self, weight: Tensor, x: Tensor, groups: int = 1) -> Tensor:
+        """Multiply BF16 rows by a BF16 weight; by the GEMV also groups each by its own."""
+        if self.by_gemv(weight.shape[1]):
+            return by_gemv(self.kernels, weight, x, "bf16", groups)
+        return dense_product(self.kernels, weight, x)
+
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply each head's values [B, H, K] by its own matrix: BF16 [B, H N]."""
+        if x.shape[2] == weight.shape[1] and self.by_gemv(weight.shape[1]):
+            return by_gemv(self.kernels, weight, x.flatten(1), "bf16", x.shape[1])
+        return by_head(self.kernels, x, weight)
 
     def widely(self, weight: Tensor, x: Tensor) -> Tensor:
         """Multiply BF16 rows by a BF16 weight into float32."""

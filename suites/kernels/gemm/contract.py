@@ -121,18 +121,25 @@ def _replay_plain(operands: str) -> Replay:
 
 
 def _few_rows_code(target: str) -> Iterator[MachineCode]:
-    for walk, rows, out in product(gemv_problem.WALKS, gemv_problem.ROWS, gemv_problem.OUTPUTS):
-        fused = walk.ahead * gemv_problem.VECTOR * walk.group * rows
+    forms = [
+        GemvForm(rows, out, target, walk)
+        for rows, out in product(gemv_problem.ROWS, gemv_problem.OUTPUTS)
+        for walk in (gemv_problem.OF_ONE_ROW if rows == 1 else gemv_problem.OF_SEVERAL)
+    ]
+    for form in forms:
+        rows, walk = form.rows, form.walk
+        fused = walk.ahead * gemv_problem.VECTOR * walk.together * rows
         # 16 bytes a lane: a row of activations each to hold them, weights in front and in the walk.
-        loads = rows + 2 * walk.ahead * walk.group
+        loads = rows + 2 * walk.ahead * walk.together
+        slow = (rows, form.out, walk.together) != (8, "fp32", 4)
         yield MachineCode(
-            "simt_gemv_bf16", GemvForm(rows, out, target, walk), 128, fused=fused,  # 512 threads
-            counts={"ld.global.v4": loads}, slow=(rows, out, walk.group) != (8, "fp32", 4),
+            "simt_gemv_bf16", form, 128, fused=fused,  # 512 threads
+            counts={"ld.global.v4": loads}, slow=slow,
         )  # fmt: skip
 
 
 def _few_rows(case: row_checks.GemvCase) -> Any:
-    return row_checks.product_by_definition(*case.operands, case.problem.out)
+    return row_checks.grouped_by_definition(case, *case.operands)
 
 
 def _replay_few_rows() -> Replay:

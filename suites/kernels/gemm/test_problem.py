@@ -308,17 +308,22 @@ def test_grouped_fp8_problem_refuses_by_name() -> None:
 
 
 def test_every_row_of_the_weight_has_one_warp() -> None:
-    for columns in (1, 5, 4099, 129_280):
-        problem = GemvProblem(1, columns, 64)
+    for columns, of in ((1, 1), (5, 1), (4099, 1), (129_280, 1), (1024, 8), (512, 128), (3, 500)):
+        problem = GemvProblem(1, columns, 64, groups=of)
         walk = choose_gemv_form(problem, "sm_90a").walk
-        walkers, groups = grid(problem, walk, 132), -(-columns // walk.group)
+        (walkers, groups), bundles = grid(problem, walk, 132), -(-columns // walk.together)
         visited = [
-            group
+            bundle
             for block in range(walkers)
             for warp in range(gemv_problem.WARPS)
-            for group in range(block + walkers * warp, groups, walkers * gemv_problem.WARPS)
+            for bundle in range(block + walkers * warp, bundles, walkers * gemv_problem.WARPS)
         ]
-        assert sorted(visited) == list(range(groups))
+        assert sorted(visited) == list(range(bundles))
+        assert groups == of
+        assert walkers * groups <= 132 or walkers == 1
+
+
+WALKS = gemv_problem.OF_ONE_ROW + gemv_problem.OF_SEVERAL
 
 
 def test_what_is_held_fits_and_covers_every_step() -> None:
@@ -327,21 +332,21 @@ def test_what_is_held_fits_and_covers_every_step() -> None:
         room = min(target.shared_memory_bytes for target in TARGETS.values())
         assert 2 * rows * held <= room
         widest = GemvProblem(rows, 1, held)
-        for walk in gemv_problem.WALKS:
+        for walk in WALKS:
             assert held % (walk.ahead * gemv_problem.STEP) == 0
             assert steps(widest, walk) * gemv_problem.STEP <= held
         assert held >= 14_336
-    for walk in gemv_problem.WALKS:
+    for walk in WALKS:
         assert steps(GemvProblem(1, 1, 8), walk) == walk.ahead
         assert steps(GemvProblem(1, 1, 7168), walk) == -(-28 // walk.ahead) * walk.ahead
 
 
-def test_a_weight_of_few_rows_is_spread_over_all_warps() -> None:
-    groups = [
-        choose_gemv_form(GemvProblem(1, n, 64), "sm_90a").walk.group
-        for n in (64, 4095, 4096, 8191, 8192, 129_280)
-    ]
-    assert groups == [1, 1, 2, 2, 4, 4]
+@pytest.mark.parametrize(("rows", "wanted"), [(1, [1, 2, 2, 4, 4]), (2, [1, 1, 1, 4, 4])])
+def test_a_weight_of_few_rows_is_spread_over_all_warps(rows: int, wanted: list[int]) -> None:
+    extents = ((64, 1), (1280, 1), (8191, 1), (8192, 1), (1024, 8))
+    problems = [GemvProblem(rows, columns, 64, groups=groups) for columns, groups in extents]
+    forms = [choose_gemv_form(problem, "sm_90a") for problem in problems]
+    assert [form.walk.together for form in forms] == wanted
 
 
 @pytest.mark.parametrize("inner", [8, 264, 7168])
