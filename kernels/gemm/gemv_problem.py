@@ -41,7 +41,7 @@ class Walk:
 
 # Few rows of a weight are spread over all warps of a GPU: by four, 128 rows would keep 32 warps
 # busy, each waiting for memory by itself. Measured: docs/design-notes/row_kernels.md.
-OF_ONE_ROW = (Walk(8192, 4, 2), Walk(1280, 2, 4), Walk(0, 1, 8))
+OF_ONE_ROW = (Walk(1280, 2, 4), Walk(0, 1, 8))
 OF_SEVERAL = (Walk(8192, 4, 2), Walk(0, 1, 4))
 MOST_AHEAD = max(walk.ahead for walk in OF_ONE_ROW + OF_SEVERAL)
 ROWS = (1, 2, 4, 8)  # of activations: a form serves up to so many

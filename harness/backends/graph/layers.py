@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.backends.cutedsl.attention import by_head
 from degarble.harness.backends.graph.matrices import (
     TILES,
     CodedGroups,
@@ -480,13 +481,13 @@ class V32Steps(DecoderSteps):
             "sm90_sparse_attention", problem, q=q, sink=None,
             window_slots=slots, window_cache=memory.rows,
         )[0]  # fmt: skip
-        return self.multiply(w.wo, self.by_head(out, w.value))
+        return self.multiply(w.wo, by_head(self.kernels, out, w.value))
 
     def _query(self, w: LatentWeights, heads: Tensor, table: Tensor) -> Tensor:
         """Multiply heads by their key matrices, and append their rotated parts: [B, H, 576]."""
         rows, count, width = heads.shape
         plain = heads[..., : width - ROTATED].contiguous()
-        latent = self.by_head(plain, w.key).reshape(rows, count, WIDTH)
+        latent = by_head(self.kernels, plain, w.key).reshape(rows, count, WIDTH)
         problem = QueryProblem(rows, count, width, len(table))
         return self.kernels.run(
             "simt_latent_query", problem, latent=latent, heads=heads, turns=table,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.backends.cutedsl.attention import by_head
 from degarble.harness.backends.graph.matrices import (
     BF16,
     FEW_ROWS,
@@ -350,12 +349,6 @@ class DecoderSteps(ABC):
         if self.by_gemv(weight.shape[1]):
             return by_gemv(self.kernels, weight, x, "bf16", groups)
         return dense_product(self.kernels, weight, x)
-
-    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply each head's values [B, H, K] by its own matrix: BF16 [B, H N]."""
-        if x.shape[2] == weight.shape[1] and self.by_gemv(weight.shape[1]):
-            return by_gemv(self.kernels, weight, x.flatten(1), "bf16", x.shape[1])
-        return by_head(self.kernels, x, weight)
 
     def widely(self, weight: Tensor, x: Tensor) -> Tensor:
         """Multiply BF16 rows by a BF16 weight into float32."""
