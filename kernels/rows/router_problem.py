@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LANES = 32
-WARPS = 8  # tokens of a thread block: a warp each
+WARPS = 8  # of a thread block: a token each, or all on one
+FEW_TOKENS = 64  # up to so many have a thread block each: a warp alone computes 8 scores in turn
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
 SLOT_STEP = 4
@@ -105,6 +106,27 @@ class RouterForm:
     by_table: bool
     ids: str
     target: str
+    few: bool = False  # tokens, a thread block each
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a thread block."""
+        return 1 if self.few else WARPS
+
+    @property
+    def lanes_of_group(self) -> int:
+        """Return how many lanes look for the two best experts of a group."""
+        return LANES // power_of_two_from(self.groups)
+
+
+def power_of_two_from(number: int) -> int:
+    """Return the least power of two that is at least the number."""
+    return 1 << (number - 1).bit_length()
+
+
+def halvings(lanes: int) -> tuple[int, ...]:
+    """Return the distances by which so many neighbouring lanes exchange what they found."""
+    return tuple(1 << step for step in range(lanes.bit_length() - 1))
 
 
 def choose_form(problem: RouterProblem, target: str) -> RouterForm:
@@ -120,12 +142,13 @@ def choose_form(problem: RouterProblem, target: str) -> RouterForm:
         by_table=by_table,
         ids=problem.ids if by_table else IDS[0],
         target=target,
+        few=not by_table and problem.tokens <= FEW_TOKENS,
     )
 
 
-def grid(problem: RouterProblem) -> int:
+def grid(problem: RouterProblem, form: RouterForm) -> int:
     """Return the number of thread blocks of a launch."""
-    blocks: int = ceil_div(problem.tokens, WARPS)
+    blocks: int = ceil_div(problem.tokens, form.tokens)
     return blocks
 
 

@@ -1,8 +1,9 @@
-"""Router: the top-k experts of every token and their weights from its logits, one warp a token.
+"""Router: the top-k experts of every token and their weights from its logits.
 
 One source for sm_90a and sm_100a. Scores are sqrt(softplus) or sigmoid; experts are chosen by score
 plus bias, within the best groups where there are groups, or by a table of token ids; weights come
-from the scores without bias. Lane l holds the keys of experts l, l + 32, ...
+from the scores without bias. A token has a warp, or, where tokens are few, a thread block whose
+warps share its scores and then each do the same. Lane l holds the keys of experts l, l + 32, ...
 
 One token: scores to sortable integer keys; with groups, the sum of the two best of each group,
 whose losers' experts get the lowest key; K rounds of a warp maximum (redux), ties to the lower id;
@@ -92,6 +93,28 @@ def chosen_by_key(rKeys: Any, lane: Any, form: RouterForm) -> Any:
     return mine
 
 
+@cute.jit
+def key_of_group(sBiased: Any, lane: Any, column: Any, of_group: Any, form: RouterForm) -> Any:
+    """Return to lane g the key of group g: the sum of its two best, found by several lanes."""
+    several = form.lanes_of_group
+    group, part = lane // several, lane % several
+    first = second = Float32(float("-inf"))
+    if group < form.groups:
+        for place in cutlass.range(part, of_group, several, unroll=1):
+            number = Float32(sBiased[group * of_group + place, column])
+            first, second = two_largest((first, second), number)
+    for step in facts.halvings(several):
+        others = [cute.arch.shuffle_sync_bfly(each, offset=step) for each in (first, second)]
+        for number in others:
+            first, second = two_largest((first, second), number)
+    # A group of one expert counts that expert alone.
+    if of_group == 1:
+        second = Float32(0.0)
+    key = facts.key_of(ops.add_rn(first, second))
+    key = cute.arch.shuffle_sync(key, offset=lane * several % LANES)
+    return ops.select(lane < form.groups, key, Uint32(facts.TAKEN))
+
+
 def groups_kept(key: Any, lane: Any, form: RouterForm) -> Any:
     """Return the bits of the best groups by the keys of lanes."""
     kept = Uint32(0)
@@ -127,7 +150,10 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     lane, warp = Uint32(thread) % LANES, Uint32(thread) // LANES
-    own = Int32(block) * WARPS + Int32(warp)
+    own = Int32(block) * form.tokens
+    column = Uint32(0)  # of shared memory
+    if cutlass.const_expr(not form.few):
+        own, column = own + Int32(warp), warp
     token = ops.minimum(own, tokens - 1)  # a warp too many repeats the last one, and writes nothing
     start = Int64(token) * Int64(experts)
 
@@ -142,29 +168,27 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
         rKeys = cute.make_rmem_tensor(form.slots, Uint32)
         rKeys.fill(facts.TAKEN)
         allocator = cutlass.memory.SmemAllocator()
-        held = facts.MOST_EXPERTS if form.groups > 1 else 1
-        sBiased = allocator.allocate_tensor(Float32, cute.make_layout((held, WARPS)), 16)
+        held = facts.MOST_EXPERTS if form.groups > 1 or form.few else 1
+        sBiased = allocator.allocate_tensor(Float32, cute.make_layout((held, form.tokens)), 16)
+        if cutlass.const_expr(form.few):
+            for expert in cutlass.range(Uint32(thread), Uint32(experts), WARPS * LANES, unroll=1):
+                at = start + Int64(expert)
+                sBiased[expert, column] = biased_score(tensors, at, expert, form)
+            cute.arch.sync_threads()
         for slot in cutlass.range_constexpr(form.slots):
             expert = lane + slot * LANES
             if expert < Uint32(experts):
-                biased = biased_score(tensors, start + Int64(expert), expert, form)
-                rKeys[slot] = facts.key_of(biased)
-                if cutlass.const_expr(form.groups > 1):
-                    sBiased[expert, warp] = biased
+                if cutlass.const_expr(form.few):
+                    rKeys[slot] = facts.key_of(Float32(sBiased[expert, column]))
+                else:
+                    biased = biased_score(tensors, start + Int64(expert), expert, form)
+                    rKeys[slot] = facts.key_of(biased)
+                    if cutlass.const_expr(form.groups > 1):
+                        sBiased[expert, column] = biased
         if cutlass.const_expr(form.groups > 1):
             cute.arch.sync_warp()
             of_group = Uint32(experts) // form.groups
-            key = Uint32(facts.TAKEN)
-            if lane < form.groups:
-                first = Float32(sBiased[lane * of_group, warp])
-                second = Float32(float("-inf"))
-                for place in cutlass.range(Uint32(1), of_group, unroll=1):
-                    number = Float32(sBiased[lane * of_group + place, warp])
-                    first, second = two_largest((first, second), number)
-                # A group of one expert counts that expert alone.
-                if of_group == 1:
-                    second = Float32(0.0)
-                key = facts.key_of(ops.add_rn(first, second))
+            key = key_of_group(sBiased, lane, column, of_group, form)
             kept = groups_kept(key, lane, form)
             for slot in cutlass.range_constexpr(form.slots):
                 expert = lane + slot * LANES
@@ -179,6 +203,8 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
         logit = Float32(tensors.logits[start + Int64(mine)])
         score = facts.score_of(logit, form.scoring, square_root)
     weight = weight_of(score, scale, epsilon, form)
+    if cutlass.const_expr(form.few):
+        own = ops.select(warp == 0, own, tokens)  # the other warps have found the same
     if (lane < form.chosen) & (own < tokens):
         at = Int64(token) * form.chosen + Int64(lane)
         tensors.experts[at] = mine
@@ -209,7 +235,7 @@ def launch_router(
 
 def _numbers(of: LaunchContext[RouterProblem, RouterForm]) -> tuple[Any, ...]:
     problem = of.problem
-    extents = (problem.tokens, problem.experts, problem.vocabulary, facts.grid(problem))
+    extents = (problem.tokens, problem.experts, problem.vocabulary, facts.grid(problem, of.form))
     return extents, (problem.scale, problem.epsilon)
 
 

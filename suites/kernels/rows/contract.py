@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -106,8 +107,11 @@ def _code(target: str) -> Iterator[MachineCode]:
         for keeps_values in (False, True)[: 2 if layout else 1]:
             yield _norm_code(NormProblem(1, columns, 1e-6, weight, layout, keeps_values), target)
     for name, routed in ROUTERS.items():
-        router_form = router_problem.choose_form(routed, target)
-        yield MachineCode("simt_router", router_form, 64, slow=name not in {"V4-Pro", "V3.2"})
+        many = replace(routed, tokens=router_problem.FEW_TOKENS + 1)
+        forms = {router_problem.choose_form(each, target) for each in (routed, many)}
+        for form in sorted(forms, key=str):
+            slow = name not in {"V4-Pro", "V3.2"} or not form.few
+            yield MachineCode("simt_router", form, 64, slow=slow)
 
 
 def _norm_code(norm: NormProblem, target: str) -> MachineCode:

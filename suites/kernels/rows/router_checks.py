@@ -191,7 +191,8 @@ def fuzzed(seed: int, count: int) -> list[RouterCase]:
     drawn = random.Random(seed)
     made = []
     for _ in range(count):
-        tokens, kind = drawn.randint(1, 300), drawn.choice(SPREADS)
+        tokens = drawn.choice((drawn.randint(1, 64), drawn.randint(1, 300)))
+        kind = drawn.choice(SPREADS)
         which = drawn.randrange(4)
         if which == 0:
             problem = RouterProblem(tokens, drawn.randint(257, 384), 6, scale=2.5)
