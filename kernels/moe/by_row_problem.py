@@ -15,11 +15,18 @@ from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
 from degarble.kernels.gemm import w4a16_problem as product
 from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm, W4A16Problem, W4A16Tactic
-from degarble.kernels.moe.problem import AFTER_W2, GATE_AND_UP, CombineProblem, MoeProblem
+from degarble.kernels.moe.problem import (
+    AFTER_W2,
+    GATE_AND_UP,
+    MULTIPLE,
+    CombineProblem,
+    MoeProblem,
+)
 from degarble.kernels.primitives.quantise_problem import BLOCK, SWIGLU, VALUES
 from degarble.kernels.runtime.targets import SM90A
 
 MOST_TOKENS = product.LARGEST_ROWS
+WAVE = 8448  # outputs of an H200's 132 processors, four tiles of 16 each
 DECODING_THREADS = 128  # of a thread block, a block of 16 values each
 
 
@@ -108,7 +115,9 @@ class ByRowSum(CombineProblem):
 # Every form and division gives the same bits; times are in docs/design-notes/moe_kernel.md.
 WIDE = W4A16Tactic(1, float("inf"), tiles=4, groups=1, ranks=1, stages=4, resident=2)
 NARROW = W4A16Tactic(1, float("inf"), tiles=2, groups=1, ranks=1, stages=4, resident=2)
-TACTICS = (WIDE, NARROW)
+LONG = W4A16Tactic(1, float("inf"), tiles=1, groups=1, ranks=1, stages=4, resident=2)
+TACTICS = (WIDE, NARROW, LONG)
+LONG_COLUMNS = 4096  # from which on a run of one tile is long enough, where tokens are one
 
 
 def matrix_problem(problem: ByRowProblem, products: int) -> W4A16Problem:
@@ -118,10 +127,24 @@ def matrix_problem(problem: ByRowProblem, products: int) -> W4A16Problem:
     return W4A16Problem(1, n, k, SWIZZLE_128X4.name)
 
 
-def choose_tactic(problem: W4A16Problem, target: str) -> W4A16Tactic:
+def choose_tactic(problem: W4A16Problem, target: str, tokens: int = 1) -> W4A16Tactic:
     """Return the tactic of a product; wide tiles spill elsewhere, since two blocks share it."""
     whole = problem.columns % product.COPIED == 0
-    return WIDE if whole and target == SM90A.name else NARROW
+    if not whole or target != SM90A.name:
+        return NARROW
+    return LONG if tokens == 1 and problem.columns >= LONG_COLUMNS else WIDE
+
+
+def alone(outputs: int, columns: int) -> ByRowProblem | None:
+    """Return the product of one row with one matrix, where walks are its faster form.
+
+    Those of more tiles than one wave of sm90_gemm_w4a16 has, and of so few that its thread blocks
+    have two each: as measured on an H200, docs/design-notes/w4a16_kernel.md. Bits are the same.
+    """
+    waves = outputs > WAVE or (WAVE // 4 < outputs <= WAVE // 2 and columns >= LONG_COLUMNS)
+    if not waves or (outputs | columns) % MULTIPLE:
+        return None
+    return ByRowProblem(MoeProblem(1, outputs, columns, experts=1, chosen=1, routed=1))
 
 
 def form_of(
@@ -134,7 +157,8 @@ def form_of(
 ) -> W4A16ByRowForm:
     """Return the form of both products of a row with gate and up, or of one with down."""
     one = matrix_problem(problem, products)
-    form = product.choose_form(one, tactic or choose_tactic(one, target), target)
+    chosen = tactic or choose_tactic(one, target, problem.moe.tokens)
+    form = product.choose_form(one, chosen, target)
     plain = {field.name: getattr(form, field.name) for field in fields(form)}
     return W4A16ByRowForm(**plain, products=products, early=early)
 

@@ -5,7 +5,7 @@ expert's scale, and writes what the codes stand for, which is exact in BF16; `FC
 row by gate and by up of its expert (sm90_gemm_w4a16.launch_by_row); `GATED` quantises and decodes
 what SwiGLU makes of both; `FC2` multiplies by down; `SUM` adds a token's slots in their order
 (simt_moe_rows). The shared expert's rows come first, if its matrices are stacked behind the routed
-ones. Numbers of rows: by_row_problem.
+ones. Numbers of rows: by_row_problem. `ALONE` is `FC2` for a matrix that is no expert's.
 
 Which expert a row has is read on the GPU from the router's output. An expert that is not here
 leaves its slot out of the sum. Nothing here synchronises with the host, so a call can be captured
@@ -201,6 +201,10 @@ def _product(
 
 FC1 = _product(("x_rows", "w13", "gate_and_up"), GATE_AND_UP, facts.choose_first_form)
 FC2 = _product(("hidden_rows", "w2", "products"), 1, facts.choose_second_form)
+ALONE = renamed(
+    FC2, hidden_rows="x", w2_codes="codes", w2_scales="scales", w2_decode_scale="decode_scale",
+    products="out", w2_input_scale="input_scale", experts="number",
+)  # fmt: skip
 # The shared expert's rows are the first products: their address is that of all.
 _SHARED = Presence[Any](
     lambda p: p.shared and not p.rides, "Give it where the shared expert's matrices are not here."

@@ -28,6 +28,7 @@ from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
+from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.primitives.kv_problem import WIDTH
 from degarble.kernels.primitives.quantise_problem import Fp8Problem
 from degarble.kernels.rows.problem import InverseRopeProblem
@@ -85,6 +86,14 @@ def _gemm_bf16(p: Any, t: Given) -> Made:
     require_tensor("A", t["a"], BF16, (p.rows, p.inner), 16)
     require_tensor("B", t["b"], BF16, (p.columns, p.inner), 16)
     return ((t["a"].float() @ t["b"].float().T).to(BF16),)
+
+
+def _alone(p: Any, t: Given) -> Made:
+    assert not t["number"].any(), "the only matrix has number 0"
+    one = W4A16Problem(1, p.moe.hidden, p.moe.width, SWIZZLE_128X4.name)
+    (codes,), (scales,) = t["codes"], t["scales"]
+    factor = t["input_scale"] * t["decode_scale"]
+    return _w4a16(one, {"x": t["x"], "codes": codes, "scales": scales, "decode_scale": factor})
 
 
 def _nvfp4_values(rows: int, inner: int, side: str, t: Given) -> Tensor:
@@ -339,6 +348,7 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "sm90_gemm_fp8_block": _gemm_fp8,
     "sm90_gemm_w4a16": _w4a16,
     "sm90_gemm_w4a16_wgmma": _w4a16,
+    "sm90_moe_by_row.ALONE": _alone,
     "simt_quantise_nvfp4": _quantise,
     "simt_quantise_fp8": _quantise_fp8,
     "simt_qnorm_rope": _qnorm_rope,

@@ -290,6 +290,7 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "sm90_moe_by_row": lambda p, _: (
         f"{p.moe.experts} experts{' and the shared one' if p.shared else ''}, each row alone"
     ),
+    "sm90_moe_by_row.ALONE": lambda _p, _: "one row of a matrix",
     "sm90_shared_expert": lambda _p, _: "nvfp4",
 }
 

@@ -29,6 +29,7 @@ from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem, turns_first
 from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import LARGEST_ROWS, W4A16Problem
+from degarble.kernels.moe import by_row_problem
 from degarble.kernels.moe.by_row_problem import ByRowProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 
@@ -54,6 +55,7 @@ STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 # expert's matrices, and BF16 by the GEMV. The arithmetic is that of the recipe, and sums have these
 # kernels' stated order. A row's bits depend on the choice and on which of the three the graph is,
 # not on the number of its lanes nor on who is awake.
+ALONE = "sm90_moe_by_row.ALONE"  # one row of a matrix
 TILES, FEW_ROWS = PRODUCTS = ("tiles", "few-rows")
 MOST_ROWS = LARGEST_ROWS
 MMA_ROWS = 16  # up to which mma is not slower: docs/design-notes/w4a16_kernel.md
@@ -84,6 +86,7 @@ class Matrix:
     operands: Mapping[str, Tensor]
     input_scale: Tensor | None = None  # float32 [1], of NVFP4 activations
     factor: Tensor | None = None  # float32 [1], of W4A16 on decoded activations
+    alone: Tensor | None = None  # int32 [1, 1], the matrix's number 0, where one row walks it
 
     @property
     def outputs(self) -> int:
@@ -122,8 +125,10 @@ def for_few_rows(matrix: Matrix, name: str) -> Matrix:
         raise NoKernelError(
             f"the product of both tensor scales of {name}, {factor.item():g}, is no normal number"
         )
-    few_rows_problem(matrix, 1)
-    return replace(matrix, factor=factor)
+    problem = few_rows_problem(matrix, 1)
+    walks = by_row_problem.alone(problem.outputs, problem.columns)
+    number = torch.zeros_like(factor, dtype=torch.int32).reshape(1, 1) if walks else None
+    return replace(matrix, factor=factor, alone=number)
 
 
 def few_rows_problem(matrix: Matrix, rows: int) -> W4A16Problem:
@@ -144,9 +149,16 @@ def decoded_rows(
 def few_rows_product(kernels: Kernels, matrix: Matrix, decoded_MK: Tensor, by: str) -> Tensor:
     """Multiply decoded rows by an NVFP4 matrix, by one of both W4A16 kernels: BF16 [M, N]."""
     assert matrix.factor is not None, "laid out for few rows"
-    operands = matrix.operands
+    operands, problem = matrix.operands, few_rows_problem(matrix, 1)
+    if by == W4A16 and len(decoded_MK) == 1 and matrix.alone is not None:
+        return kernels.run(
+            ALONE, by_row_problem.alone(problem.outputs, problem.columns), x=decoded_MK,
+            codes=operands["b"][None], scales=operands["b_scales"][None],
+            decode_scale=operands["b_decode_scale"], input_scale=matrix.input_scale,
+            number=matrix.alone,
+        )[0]  # fmt: skip
     return kernels.run(
-        by, few_rows_problem(matrix, len(decoded_MK)), x=decoded_MK, codes=operands["b"],
+        by, replace(problem, rows=len(decoded_MK)), x=decoded_MK, codes=operands["b"],
         scales=operands["b_scales"], decode_scale=matrix.factor,
     )[0]  # fmt: skip
 

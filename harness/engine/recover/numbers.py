@@ -61,8 +61,8 @@ def functions() -> tuple[Named, ...]:
     found = [
         Named("0", torch.zeros_like),
         Named("1", torch.ones_like),
+        Named("turned in sign", torch.neg),  # first: of negative numbers alone both are the same
         Named("without their sign", torch.abs),
-        Named("turned in sign", torch.neg),
         Named("0 where they are negative", torch.relu),
         Named("0 where they are positive", _negative),
         Named("rounded up to powers of two", partial(power_of_two, rounding=torch.ceil)),

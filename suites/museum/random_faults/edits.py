@@ -203,7 +203,10 @@ def _of_input(drawn: random.Random, scene: Scene) -> Edit | None:
 
 
 def _of_output(drawn: random.Random, scene: Scene) -> Edit | None:
-    name = drawn.choice([name for name, tensor in scene.outputs.items() if tensor.numel()])
+    names = [name for name, tensor in scene.outputs.items() if tensor.numel()]
+    if not names:  # a call of no rows
+        return None
+    name = drawn.choice(names)
     like = scene.outputs[name]
     added = [n for n, t in scene.inputs.items() if t.shape == like.shape and is_finite(t)]
     if added and is_finite(like) and drawn.random() < 0.25:
