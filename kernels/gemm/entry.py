@@ -26,11 +26,11 @@ EXTENTS = 4  # of a launch: M, N, K, clusters
 
 
 def require_one_block(_problem: GemmProblem, form: GemmForm) -> None:
-    """Raise on a tactic of several thread blocks a processor."""
-    if form.tactic.blocks != 1:
+    """Raise on a tactic of several thread blocks a processor, unless they write D themselves."""
+    if form.tactic.blocks != 1 and not form.tactic.direct:
         raise InvalidArgument(
-            "thread blocks of a processor", form.tactic.blocks, "1 in a plain GEMM",
-            "Only the grouped products launch several.",
+            "thread blocks of a processor", form.tactic.blocks, "1 in a plain GEMM of many rows",
+            "Only few rows and the grouped products launch several.",
         )  # fmt: skip
 
 
@@ -56,8 +56,7 @@ def described(
 
 def _numbers(of: LaunchContext[GemmProblem, GemmForm]) -> tuple[Any, ...]:
     problem, tactic = of.problem, of.form.tactic
-    *_, clusters = facts.grid(problem, tactic, of.processors)
-    extents = (problem.rows, problem.columns)
+    *_, clusters = facts.grid(problem, tactic, of.processors * tactic.blocks)
     # A form with swapped operands computes D^T.
-    walked = extents[::-1] if tactic.swapped else extents
+    walked = facts.sides((problem.rows, problem.columns), tactic)
     return ((*walked, problem.inner, clusters),)

@@ -7,14 +7,14 @@ the host. The counterparts for sm_100a are in gemm/tcgen05.py.
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute, pipeline
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmTactic
-from degarble.kernels.runtime.pdl import follow
+from degarble.kernels.runtime.pdl import follow, let_follow, wait_for_front
 
 # --------------------------------------------------------------------------------------------------
 # The static persistent tile schedule: which tile a thread block computes next.
@@ -229,17 +229,23 @@ class EpilogueBuffers(NamedTuple):
     stores: Any  # whether this thread's warp issues the stores
 
 
-def piece_layout(buffers: int, rows: int = facts.PIECE_ROWS) -> Any:
-    """Return the layout of pieces in shared memory: rows of 128 bytes, swizzled."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-    return cute.tile_to_shape(atom, (rows, facts.PIECE_COLUMNS, buffers), (0, 1, 2))
+def piece_layout(
+    buffers: int, rows: int = facts.PIECE_ROWS, columns: int = facts.PIECE_COLUMNS
+) -> Any:
+    """Return the layout of pieces in shared memory: rows of 128 or 64 bytes, swizzled."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = kinds.K_SW128 if columns == facts.PIECE_COLUMNS else kinds.K_SW64
+    atom = warpgroup.make_smem_layout_atom(kind, BFloat16)
+    return cute.tile_to_shape(atom, (rows, columns, buffers), (0, 1, 2))
 
 
-def store_of(tensor: Any, rows: int = facts.PIECE_ROWS) -> TmaStore:
+def store_of(
+    tensor: Any, rows: int = facts.PIECE_ROWS, columns: int = facts.PIECE_COLUMNS
+) -> TmaStore:
     """Make the TMA atom that stores pieces of D."""
-    layout = cute.slice_(piece_layout(1, rows), (None, None, 0))
+    layout = cute.slice_(piece_layout(1, rows, columns), (None, None, 0))
     atom, coordinates = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (rows, facts.PIECE_COLUMNS)
+        cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (rows, columns)
     )
     return TmaStore(atom, coordinates)
 
@@ -374,9 +380,12 @@ def shared_of(memory: Any, element: Any, layout: Any) -> Any:
 
 
 def stages_of(memory: Any, elements: Any, layouts: Any, form: GemmForm) -> tuple[Any, ...]:
-    """Allocate the stages of A and B, the buffers of D's pieces, and the ring of stages."""
+    """Allocate the stages of A and B, the buffers of D's pieces if any, and the ring of stages."""
     sA, sB = (shared_of(memory, *each) for each in zip(elements, layouts, strict=True))
-    pieces = piece_layout(facts.PIECES_AT_ONCE * facts.consumers(form))
+    if form.tactic.direct:
+        return sA, sB, None, ring_of_stages(memory, form)
+    count, columns = facts.PIECES_AT_ONCE * facts.consumers(form), facts.piece_columns(form.tactic)
+    pieces = piece_layout(count, columns=columns)
     return sA, sB, shared_of(memory, BFloat16, pieces), ring_of_stages(memory, form)
 
 
@@ -427,6 +436,26 @@ def begin(tactic: GemmTactic) -> None:
     follow()
 
 
+@cute.jit
+def begin_early(tactic: cutlass.Constexpr, feedings: Any, walk: TileWalk, steps: Any) -> None:
+    """Do what `begin` does, and ask L2 for a tile's first stages of B meanwhile.
+
+    Nothing is read before the previous launch has ended, so B need not be constant.
+    """
+    shape = (tactic.cluster_rows, tactic.cluster_columns)
+    pipeline.pipeline_init_arrive(cluster_shape_mn=shape, is_relaxed=True)
+    pipeline.pipeline_init_wait(cluster_shape_mn=shape)
+    let_follow()
+    if cute.arch.warp_idx() == 0:
+        side = 0 if tactic.swapped else 1
+        of_b, at = feedings[side], tile_at(walk, walk.first)[side]
+        # Trap: unlike a copy, a prefetch is issued by every lane that calls it.
+        with cute.arch.elect_one():
+            for step in cutlass.range(cutlass.min(steps, tactic.asked_early), unroll=1):
+                cute.prefetch(of_b.atom, of_b.source[None, at, step])
+    wait_for_front()
+
+
 def producer_state(stages: int) -> Any:
     """Return a producer's first state in a ring."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
@@ -447,14 +476,36 @@ def load(ring: Any, feedings: Any, walk: Any, steps: Any) -> None:
     ring.producer_tail(state)
 
 
+@cute.jit
+def load_asking(ring: Any, feedings: Any, walk: TileWalk, steps: Any) -> None:
+    """Load all stages of all tiles, and ask L2 for stages of B further on than a ring reaches."""
+    tactic = walk.tactic
+    side = 0 if tactic.swapped else 1
+    of_b = feedings[side]
+    state = producer_state(ring.num_stages)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        tile = tile_at(walk, number)
+        for step in cutlass.range(steps, unroll=1):
+            later = step + tactic.asked_ahead
+            if later < steps:
+                with cute.arch.elect_one():
+                    cute.prefetch(of_b.atom, of_b.source[None, tile[side], later])
+            state = produce_step(ring, state, feedings, tile, step)
+    ring.producer_tail(state)
+
+
 # ---- consumers -----------------------------------------------------------------------------------
 
 
 def fragments_of(mma: Any, sA: Any, sB: Any, mine: Any, columns: int) -> tuple[Any, ...]:
     """Return the instruction, a warpgroup's sums, its rows of A and all of B, by stage."""
-    part = mma.get_slice(0)
-    a = mma.make_fragment_A(part.partition_A(rows_of(sA, mine)))
-    return mma, sums_of(mma, columns), a, mma.make_fragment_B(part.partition_B(sB))
+    a = fragment_of_rows(mma, sA, mine)
+    return mma, sums_of(mma, columns), a, mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
+
+
+def fragment_of_rows(mma: Any, sA: Any, mine: Any) -> Any:
+    """Return 64 rows of A, by stage."""
+    return mma.make_fragment_A(mma.get_slice(0).partition_A(rows_of(sA, mine)))
 
 
 def rows_of(shared: Any, mine: Any) -> Any:
@@ -497,9 +548,8 @@ def multiply_stage(
 def outlet_of_warpgroup(store: Any, shared: Any, mma: Any, mine: Any) -> Any:
     """Return a warpgroup's outlet: its own buffers, its own named barrier."""
     thread, _, _ = cute.arch.thread_idx()
-    own = cute.local_tile(
-        shared, (facts.PIECE_ROWS, facts.PIECE_COLUMNS, facts.PIECES_AT_ONCE), (0, 0, mine)
-    )
+    rows, columns, _ = cute.product_each(shared.shape)
+    own = cute.local_tile(shared, (rows, columns, facts.PIECES_AT_ONCE), (0, 0, mine))
     copy = wgmma_copy(mma)
     return outlet_of(store, own, copy, thread % facts.WARPGROUP, FIRST_BARRIER + mine)
 
@@ -510,10 +560,82 @@ def store_tile(
 ) -> Any:
     """Store a warpgroup's 64 rows, piece by piece; `place` counts pieces along M and N of D."""
     row, column = place
-    of_piece = facts.PIECE_ROWS * facts.PIECE_COLUMNS // facts.WARPGROUP
+    of_piece = cutlass.const_expr(cute.size(outlet.shared[None, None, None, 0]))
     pieces = cute.size(sums) // of_piece
     for i in cutlass.range_constexpr(pieces):
         # A wgmma accumulator counts 8 columns after 8 columns: a piece's registers lie together.
         numbers = [sums[i * of_piece + j] for j in range(of_piece)]
         store_piece(outlet, numbers, (row, column + i), stored + i, scales)
     return stored + pieces
+
+
+# ---- a tile of few numbers of D ------------------------------------------------------------------
+
+
+class DirectOutlet(NamedTuple):
+    """Where a thread writes its numbers of a tile: pairs of D, and the rows of the tile it has."""
+
+    pairs: Any  # D as words of two BF16 numbers (M, N / 2)
+    extents: tuple[Any, Any]  # M, N
+    row: Any  # g of rows g and g + 8 of the tile
+    lane: Any  # of the quad, which has columns 2 q and 2 q + 1 of eight
+
+
+def direct_outlet_of(d: Any, extents: tuple[Any, Any], mine: Any) -> DirectOutlet:
+    """Return a thread's outlet; `mine` is its warpgroup among those that multiply."""
+    thread, _, _ = cute.arch.thread_idx()
+    within = thread % facts.WARPGROUP
+    # wgmma accumulator: a warp has 16 rows, a thread rows g and g + 8 of them.
+    row = mine * facts.PIECE_ROWS + within // facts.WARP * 16 + within % facts.WARP // 4
+    return DirectOutlet(d, extents, row, within % 4)
+
+
+def pairs_of(d: Any, rows: Any, columns: Any) -> Any:
+    """View D as words of two BF16 numbers."""
+    words = columns // 2
+    return cute.make_tensor(
+        cute.recast_ptr(d.iterator, dtype=Uint32),
+        cute.make_layout((rows, words), stride=(Int64(words), 1)),
+    )
+
+
+def rounded_pair(low: Any, high: Any) -> Any:
+    """Round two float32 numbers to BF16, to nearest even, in one word."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+    )
+
+
+HALVES_OF_PAIR = (0x5410, 0x3276)  # of two words, where g is even or odd: low ones, high ones
+
+
+def place_of_word(number: int, row: Any, lane: Any, swapped: bool) -> tuple[Any, Any]:
+    """Return where a thread's word `number` begins in D, counted from the tile.
+
+    Swapped, the row of the tile is the column in D, and neighbours in D belong to rows g and g + 1:
+    their threads exchange a word, and each writes the pair of one row of D.
+    """
+    # Four registers for each eight columns: two columns of row g, then of row g + 8.
+    row, column = row + number % 2 * 8, number // 2 * 8 + lane * 2
+    return (column + row % 2, row - row % 2) if swapped else (row, column)
+
+
+@cute.jit
+def store_directly(
+    outlet: DirectOutlet, sums: Any, place: tuple[Any, Any], tactic: cutlass.Constexpr
+) -> None:
+    """Round a thread's sums of a tile, and write those that lie within D; two at a time."""
+    first = facts.sides((place[0] * tactic.rows, place[1] * tactic.columns), tactic)
+    rows, columns = outlet.extents
+    halves = ops.select(outlet.row % 2 == 0, *(Uint32(kind) for kind in HALVES_OF_PAIR))
+    for i in cutlass.range_constexpr(cute.size(sums) // 2):
+        word = rounded_pair(sums[2 * i], sums[2 * i + 1])
+        if cutlass.const_expr(tactic.swapped):
+            other = cute.arch.shuffle_sync_bfly(word, offset=4)  # the lane of row g + 1 or g - 1
+            word = cute.arch.prmt(word, other, halves)
+        row, column = place_of_word(i, outlet.row, outlet.lane, tactic.swapped)
+        row, column = first[0] + row, first[1] + column
+        if (row < rows) & (column < columns):
+            outlet.pairs[row, column // 2] = word

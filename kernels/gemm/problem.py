@@ -35,6 +35,8 @@ MANY_ROWS = 4 * PIECE_ROWS
 SPAN = 64  # numbers of K that NVFP4 is decoded by: nvfp4_stages
 PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 2
 PIECES_AT_ONCE = 2  # buffers of a warpgroup's pieces
+LARGE_CLUSTER = 4  # thread blocks
+WHOLE_CARVEOUT = 100  # per cent; CUDA Driver API 13.0, preferred shared memory carveout
 RESERVED_BYTES = 1024  # of shared memory in each thread block; CUDA C++ Programming Guide 13.0
 TMA_ALIGNMENT = 16  # of addresses and row strides in bytes; PTX ISA 9.1, tensor maps
 ALIGNMENT = 1024  # of whatever TMA swizzles; PTX ISA 9.1, 5.5.6
@@ -128,6 +130,9 @@ class GemmTactic:
     this tactic. On sm_100a two thread blocks may multiply `together` (cta_group::2): each loads its
     rows of A and half of the tile's B. With `swapped` operands the tile's rows are rows of B, and
     the few rows of A are columns of the instruction.
+
+    The last six are for BF16 and FP8 blocks on sm_90a. With `direct` threads write D themselves:
+    its tiles hold too few numbers for pieces of 64 columns.
     """
 
     rows_up_to: float
@@ -140,6 +145,12 @@ class GemmTactic:
     together: int = 1
     swapped: bool = False
     blocks: int = 1  # thread blocks of a processor at once, where one leaves it waiting
+    waves: int = 1  # of 64 rows that a warpgroup multiplies one after the other, stage by stage
+    most_stages: int = MOST_STAGES
+    asked_early: int = 0  # stages of B that L2 is asked for before the previous launch has ended
+    asked_ahead: int = 0  # stages of B from that which is loaded to that which L2 is asked for
+    direct: bool = False
+    columns_up_to: float = float("inf")  # the largest N for which the table chooses this tactic
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,16 @@ class GemmForm:
 
     def __post_init__(self) -> None:
         tactic = self.tactic
-        if tactic.together == 1 and not tactic.swapped:
+        few = tactic.direct or tactic.waves > 1 or self._asks()
+        if few and not self._fits_few():
+            raise InvalidArgument(
+                "tactic",
+                tactic,
+                f"products of {BF16.name} or {FP8_BLOCK.name} on {SM90A.name}; swapped and of "
+                "narrow tiles only direct, waves only in pieces, B asked for early not shared",
+                "Take a tactic of the table.",
+            )
+        if tactic.together == 1 and (few or not tactic.swapped):
             return
         has_both = self.operands == NVFP4.name and self.target == SM100A.name
         pairs = tactic.together in {1, 2} and tactic.cluster_rows % tactic.together == 0
@@ -167,6 +187,22 @@ class GemmForm:
                 f"{NVFP4.name} on {SM100A.name}",
                 "Take a tactic of the table.",
             )
+
+    def _asks(self) -> bool:
+        return self.tactic.asked_early > 0 or self.tactic.asked_ahead > 0
+
+    def _fits_few(self) -> bool:
+        tactic = self.tactic
+        plain = self.operands != NVFP4.name and self.target == SM90A.name and tactic.together == 1
+        narrow = tactic.swapped or tactic.columns % piece_columns(tactic) > 0
+        in_waves = tactic.waves == 1 or (self.operands == FP8_BLOCK.name and not tactic.direct)
+        # B is shared along the other side of a cluster than its own.
+        sharers = tactic.cluster_columns if tactic.swapped else tactic.cluster_rows
+        asked = not self._asks() or sharers == 1
+        # A thread reads one scale of B a stage.
+        scaled = self.operands == FP8_BLOCK.name and not tactic.swapped
+        one_scale = not scaled or FP8_BLOCK.block % tactic.columns == 0
+        return plain and (tactic.direct or not narrow) and in_waves and asked and one_scale
 
 
 ANY = float("inf")
@@ -214,7 +250,11 @@ def choose_form(problem: GemmProblem, target: str) -> GemmForm:
     if rows is None:
         known = sorted(name for name, operands in TACTICS if operands == problem.operands)
         raise UnknownName.among(f"target of a {problem.operands} GEMM", target, known)
-    tactic = next(tactic for tactic in rows if problem.rows <= tactic.rows_up_to)
+    tactic = next(
+        tactic
+        for tactic in rows
+        if problem.rows <= tactic.rows_up_to and problem.columns <= tactic.columns_up_to
+    )
     return GemmForm(problem.operands, problem.scales, target, tactic)
 
 
@@ -295,9 +335,10 @@ def has_many_rows(form: GemmForm) -> bool:
 
 
 def consumers(form: GemmForm) -> int:
-    """Return the multiplying warpgroups on sm_90a: 64 rows of the tile each, of A or of B."""
+    """Return the multiplying warpgroups on sm_90a: 64 rows of A or of B each, in every wave."""
     tactic = form.tactic
-    return (tactic.columns if has_few_rows(form) else tactic.rows) // PIECE_ROWS
+    rows = tactic.columns if has_few_rows(form) else tactic.rows
+    return rows // PIECE_ROWS // tactic.waves
 
 
 def roles(form: GemmForm) -> tuple[WarpgroupRole, ...]:
@@ -317,10 +358,18 @@ def roles(form: GemmForm) -> tuple[WarpgroupRole, ...]:
     return first, WarpgroupRole("consumer", count, min(left, LARGEST_REGISTERS))
 
 
+REGISTERS_BESIDE_SUMS = 48  # of a thread that multiplies: scales, addresses, states of rings
 DECODED_STAGES = 4  # buffers of decoded numbers at most
 MOST_BARRIERS = 2 * (MOST_STAGES + DECODED_STAGES)
 FEW_PADDING = 8  # numbers after each row of a tile of few rows, so that rows begin in other banks
 AHEAD = 4  # stages that the decoders load before they decode: less than a ring holds
+
+
+def overlaps(form: GemmForm) -> bool:
+    """Return whether stages of FP8 take turns in two sets of sums: registers suffice for them."""
+    a_set = form.tactic.columns // 2
+    needed = 3 * a_set + REGISTERS_BESIDE_SUMS  # a tile's sums are the third
+    return form.tactic.direct and roles(form)[1].registers >= needed
 
 
 def threads(form: GemmForm) -> int:
@@ -362,15 +411,17 @@ def footprint(form: GemmForm) -> Footprint:
     if form.operands == NVFP4.name:
         rows = form.tactic.rows if has_few_rows(form) else form.tactic.columns
         decoded = decoded_stages(form) * rows * form.tactic.inner * 2
-    output = consumers(form) * PIECES_AT_ONCE * PIECE_BYTES
+    piece = PIECE_ROWS * piece_columns(form.tactic) * 2
+    output = 0 if form.tactic.direct else consumers(form) * PIECES_AT_ONCE * piece
     if has_few_rows(form):
         # A whole tile leaves at once there, in BF16, not piece by piece.
         output = form.tactic.rows * (form.tactic.columns + FEW_PADDING) * 2
     stage = transaction_bytes(form)
-    # MOST_BARRIERS, because the number of barriers depends on the result.
-    others = shared_memory_of_others(form)
-    beside = decoded + output + MOST_BARRIERS * BARRIER_BYTES + ALIGNMENT + others
-    stages = stages_that_fit(stage, beside, form.target)
+    # As many barriers as there may be, because their number depends on the result.
+    most, others = form.tactic.most_stages, shared_memory_of_others(form)
+    held = max(MOST_BARRIERS, 2 * (most + DECODED_STAGES)) * BARRIER_BYTES
+    beside = decoded + output + held + ALIGNMENT + others
+    stages = stages_that_fit(stage, beside, form.target, most)
     barriers = 2 * (stages + (decoded_stages(form) if decoded else 0))
     return Footprint(stages, stage, decoded, output, barriers)
 
@@ -386,9 +437,11 @@ def shared_memory_of_others(form: GemmForm) -> int:
     return most - (most + RESERVED_BYTES) // form.tactic.blocks + RESERVED_BYTES
 
 
-def stages_that_fit(stage_bytes: int, other_bytes: int, target: str) -> int:
+def stages_that_fit(
+    stage_bytes: int, other_bytes: int, target: str, most: int = MOST_STAGES
+) -> int:
     """Return how many stages fit next to `other_bytes`; raise if fewer than two."""
-    stages = min(MOST_STAGES, (TARGETS[target].shared_memory_bytes - other_bytes) // stage_bytes)
+    stages = min(most, (TARGETS[target].shared_memory_bytes - other_bytes) // stage_bytes)
     if stages < 2:
         raise InvalidArgument(
             "bytes of a stage", stage_bytes, "two stages beside the rest", "Use a smaller tile."
@@ -411,9 +464,20 @@ def decoding_warps(form: GemmForm) -> int:
     return 1 if has_few_rows(form) else WARPGROUP // WARP
 
 
+def piece_columns(tactic: GemmTactic) -> int:
+    """Return the columns of a piece: half as many where the tile's are no whole pieces."""
+    return PIECE_COLUMNS if tactic.columns % PIECE_COLUMNS == 0 else PIECE_COLUMNS // 2
+
+
 def piece_of(row: Any, column: Any, warpgroup: Any, tactic: GemmTactic) -> tuple[Any, Any]:
     """Return the coordinate of a warpgroup's first piece of a tile, in pieces of D."""
-    return row * (tactic.rows // PIECE_ROWS) + warpgroup, column * (tactic.columns // PIECE_COLUMNS)
+    down, across = tactic.rows // PIECE_ROWS, tactic.columns // piece_columns(tactic)
+    return row * down + warpgroup, column * across
+
+
+def sides(pair: Any, tactic: GemmTactic) -> Any:
+    """Return what belongs to A and to B in the order of a tile's rows and columns, or back."""
+    return tuple(pair)[::-1] if tactic.swapped else tuple(pair)
 
 
 # ---- the grid ------------------------------------------------------------------------------------
@@ -421,8 +485,7 @@ def piece_of(row: Any, column: Any, warpgroup: Any, tactic: GemmTactic) -> tuple
 
 def cluster_tiles(problem: GemmProblem, tactic: GemmTactic) -> tuple[int, int]:
     """Return the tiles of clusters along M and N (swapped: N and M); the last may exceed D."""
-    extents = (problem.rows, problem.columns)
-    m, n = reversed(extents) if tactic.swapped else extents
+    m, n = sides((problem.rows, problem.columns), tactic)
     rows: int = ceil_div(m, tactic.rows * tactic.cluster_rows)
     columns: int = ceil_div(n, tactic.columns * tactic.cluster_columns)
     return rows, columns
@@ -432,4 +495,7 @@ def grid(problem: GemmProblem, tactic: GemmTactic, processors: int) -> tuple[int
     """Return the grid: clusters along z, at most as many as fit on the multiprocessors at once."""
     rows, columns = cluster_tiles(problem, tactic)
     size = tactic.cluster_rows * tactic.cluster_columns
-    return tactic.cluster_rows, tactic.cluster_columns, min(rows * columns, processors // size)
+    # A cluster lies within one part of the chip: an H200 runs 28 of four at a time, not 33.
+    usable = processors if size < LARGE_CLUSTER else processors * 28 // 33
+    at_once = usable // size
+    return tactic.cluster_rows, tactic.cluster_columns, min(rows * columns, at_once)

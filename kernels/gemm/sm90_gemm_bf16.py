@@ -9,6 +9,10 @@ Pipeline: one ring of stages (PipelineTmaAsync, up to 8 that fit). Full: one arr
 A tile in a consumer: for each stage wait, issue 4 wgmma (K = 16 each), then wait for the group
   before and release its stage; after the last stage store 64 columns at a time (epilogue).
 Thread blocks are persistent: loads of the next tile start while this one is stored.
+Few rows: with `swapped` operands wgmma's 64 rows are rows of B, and 8 to 64 rows of A its columns;
+  `direct` tiles are written by the threads; `asked_early` stages of B are prefetched to L2 before
+  the launch waits for the previous one. A step of K adds the same products to the same sum, so no
+  bit depends on the tactic.
 Steps of K are taken in order, sixteen at a time: references.tensor_core defines every bit of the
   float32 sum.
 
@@ -40,7 +44,7 @@ STEP_K = 16  # of one wgmma
 @cute.kernel
 def gemm_kernel(
     feeds: tuple[mainloop.TmaFeed, ...],
-    store: mainloop.TmaStore,
+    store: Any,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -52,29 +56,41 @@ def gemm_kernel(
     elements = BFloat16, BFloat16
     # sA, sB: (rows, K of a stage, stages); sD: two pieces for each consumer warpgroup.
     sA, sB, sD, ring = mainloop.stages_of(memory, elements, layouts(form), form)
-    mainloop.begin(tactic)
+    boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
+    if cutlass.const_expr(not tactic.asked_early):
+        mainloop.begin(tactic)
 
     walk = mainloop.walk_of((extents[0], extents[1]), tactic)
     steps = ceil_div(extents[2], tactic.inner)
     producing, consuming = facts.roles(form)
+    if cutlass.const_expr(tactic.asked_early > 0):
+        feedings = mainloop.feedings_of(feeds, (sA, sB), boxes, tactic)
+        mainloop.begin_early(tactic, feedings, walk, steps)
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
-            boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
-            mainloop.load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
+            load = mainloop.load_asking if tactic.asked_ahead else mainloop.load
+            load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
         mma = mainloop.mma_of(BFloat16, tactic.columns)
         fragments = mainloop.fragments_of(mma, sA, sB, mine, tactic.columns)
-        outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
         state, stored = mainloop.consumer_state(ring.num_stages), Int32(0)
-        for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-            state = multiply(ring, state, fragments, steps)
-            row, column = mainloop.tile_at(walk, number)
-            place = facts.piece_of(row, column, mine, tactic)
-            stored = mainloop.store_tile(outlet, fragments[1], place, stored)
-        mainloop.drain(outlet)
+        if cutlass.const_expr(tactic.direct):
+            outlet = mainloop.direct_outlet_of(store, facts.sides(extents[:2], tactic), mine)
+            for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+                state = multiply(ring, state, fragments, steps)
+                place = mainloop.tile_at(walk, number)
+                mainloop.store_directly(outlet, fragments[1], place, tactic)
+        else:
+            outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
+            for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+                state = multiply(ring, state, fragments, steps)
+                row, column = mainloop.tile_at(walk, number)
+                place = facts.piece_of(row, column, mine, tactic)
+                stored = mainloop.store_tile(outlet, fragments[1], place, stored)
+            mainloop.drain(outlet)
 
 
 @cute.jit
@@ -118,7 +134,7 @@ def layouts(form: GemmForm) -> tuple[Any, Any]:
 
 def matrices_of(pointers: Any, extents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return tensors of A, B, D, and M, N, K with their known divisors."""
-    m, n, k, _ = extents
+    m, n, k, *_ = extents
     k = cute.assume(k, divby=facts.BF16.inner_multiple)
     n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
     shaped = zip(pointers, (m, n, m), (k, k, n), strict=True)
@@ -136,20 +152,27 @@ def launch_gemm(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on the extents M, N, K and the number of clusters."""
-    *_, clusters = extents
+    """Launch a form on the extents M, N, K (swapped: N, M, K) and the number of clusters."""
+    *walked, k, clusters = extents
     tactic = form.tactic
-    (mA, mB, mD), numbers = matrices_of(pointers, extents)
+    (mA, mB, mD), (m, n, k) = matrices_of(pointers, (*facts.sides(walked, tactic), k))
     layout_a, layout_b = layouts(form)
+    first, second = facts.sides((mA, mB), tactic)
     feeds = (
-        mainloop.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
-        mainloop.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
+        mainloop.feed_of(first, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
+        mainloop.feed_of(second, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
     )
-    gemm_kernel(feeds, mainloop.store_of(mD), numbers, form).launch(
+    if cutlass.const_expr(tactic.direct):
+        store = mainloop.pairs_of(mD, m, n)
+    else:
+        store = mainloop.store_of(mD, columns=facts.piece_columns(tactic))
+    numbers = (*facts.sides((m, n), tactic), k)
+    gemm_kernel(feeds, store, numbers, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
-        min_blocks_per_mp=1,
+        min_blocks_per_mp=tactic.blocks,
+        preferred_smem_carveout=facts.WHOLE_CARVEOUT if tactic.blocks > 1 else None,
         use_pdl=EARLY,
         stream=stream,
     )

@@ -9,6 +9,9 @@ A tile in a consumer: for each stage wait, issue 4 wgmma (K = 32) into fresh sum
   stage's scales from global memory meanwhile, wait for the wgmma, release the stage, and promote:
   add stage sum times scale to the float32 total by one fma. With two consumers one multiplies while
   the other promotes. The tensor core sums a stage with 13 fraction bits only (MMA-Sim 2.1.1).
+Few rows as in sm90_gemm_bf16; there stages take turns in two sets of sums, and one is promoted
+  while the next is multiplied. Tiles of 256 rows in two `waves`: a warpgroup has twice 64 rows,
+  whose stage sums take turns in the same registers. The order of promotions is the same in all.
 
 The entry point allocates only D and never synchronises. Shape letters: M rows of A, N rows of B, K
 inner, G groups of 128 along K, H blocks of 128 rows of B.
@@ -28,7 +31,7 @@ from degarble.harness.formats.scalar_ops import ue8m0_decode
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.entry import GemmOperand, described
-from degarble.kernels.gemm.problem import TMA_ALIGNMENT, GemmForm, GemmProblem
+from degarble.kernels.gemm.problem import TMA_ALIGNMENT, GemmForm, GemmProblem, GemmTactic
 from degarble.kernels.runtime.kernel import Storage
 from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM90A
@@ -50,7 +53,7 @@ class BlockScales(NamedTuple):
 @cute.kernel
 def gemm_kernel(
     feeds: tuple[mainloop.TmaFeed, ...],
-    store: mainloop.TmaStore,
+    store: Any,
     scales: BlockScales,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
@@ -62,33 +65,50 @@ def gemm_kernel(
     memory = cutlass.memory.SmemAllocator()
     elements = Float8E4M3FN, Float8E4M3FN
     sA, sB, sD, ring = mainloop.stages_of(memory, elements, layouts(form), form)
-    mainloop.begin(tactic)
+    boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
+    if cutlass.const_expr(not tactic.asked_early):
+        mainloop.begin(tactic)
 
     walk = mainloop.walk_of((extents[0], extents[1]), tactic)
     steps = ceil_div(extents[2], tactic.inner)
     producing, consuming = facts.roles(form)
+    if cutlass.const_expr(tactic.asked_early > 0):
+        feedings = mainloop.feedings_of(feeds, (sA, sB), boxes, tactic)
+        mainloop.begin_early(tactic, feedings, walk, steps)
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
-            boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
-            mainloop.load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
+            load = mainloop.load_asking if tactic.asked_ahead else mainloop.load
+            load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
         mma = mainloop.mma_of(Float8E4M3FN, tactic.columns)
         fragments = mainloop.fragments_of(mma, sA, sB, mine, tactic.columns)
-        sums = mainloop.sums_of(mma, tactic.columns)
-        outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
-        state, stored = mainloop.consumer_state(ring.num_stages), Int32(0)
-        for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-            row, column = mainloop.tile_at(walk, number)
-            rows = rows_of_thread(row * tactic.rows + mine * facts.PIECE_ROWS, extents[0])
-            # A tile has at most 128 columns, hence one scale of B per stage.
-            at = (*rows, column * tactic.columns // BLOCK)
-            state = multiply(ring, state, fragments, sums, (scales, at, steps))
-            place = facts.piece_of(row, column, mine, tactic)
-            stored = mainloop.store_tile(outlet, sums, place, stored)
-        mainloop.drain(outlet)
+        scaling = (scales, steps)
+        if cutlass.const_expr(tactic.direct):
+            outlet = mainloop.direct_outlet_of(store, facts.sides(extents[:2], tactic), mine)
+            consume_few(ring, walk, fragments, outlet, scaling, form)
+        elif cutlass.const_expr(tactic.waves > 1):
+            outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
+            consume_waves(ring, walk, (*fragments, sA, extents), outlet, scaling, mine)
+            mainloop.drain(outlet)
+        else:
+            sums = mainloop.sums_of(mma, tactic.columns)
+            outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
+            state, stored = mainloop.consumer_state(ring.num_stages), Int32(0)
+            for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+                row, column = mainloop.tile_at(walk, number)
+                rows = rows_of_thread(row * tactic.rows + mine * facts.PIECE_ROWS, extents[0])
+                # A tile has at most 128 columns, hence one scale of B per stage.
+                block = column * tactic.columns // BLOCK
+                if cutlass.const_expr(tactic.cluster_columns > 1):
+                    block = block_of(column * tactic.columns, extents[1])
+                at = (*rows, block)
+                state = multiply(ring, state, fragments, sums, (scales, at, steps))
+                place = facts.piece_of(row, column, mine, tactic)
+                stored = mainloop.store_tile(outlet, sums, place, stored)
+            mainloop.drain(outlet)
 
 
 def rows_of_thread(first: Any, rows: Any) -> tuple[Any, Any]:
@@ -132,6 +152,193 @@ def promote(sums: Any, stage_sums: Any, upper: Any, lower: Any) -> None:
         sums[i] = ops.fma_rn(stage_sums[i], lower if i // 2 % 2 else upper, sums[i])
 
 
+# ---- tiles in waves ------------------------------------------------------------------------------
+
+
+@cute.jit
+def consume_waves(
+    ring: Any, walk: Any, given: tuple[Any, ...], outlet: Any, scaling: Any, mine: Any
+) -> None:
+    """Sum up and store all tiles of a warpgroup that has several times 64 rows of each."""
+    mma, stage_sums, _, b, sA, extents = given
+    tactic, (scales, steps) = walk.tactic, scaling
+    state, stored = mainloop.consumer_state(ring.num_stages), Int32(0)
+    waves = [mine * tactic.waves + wave for wave in range(tactic.waves)]
+    rows_of_a = [mainloop.fragment_of_rows(mma, sA, wave) for wave in waves]
+    total = [mainloop.sums_of(mma, tactic.columns) for _ in waves]
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, column = mainloop.tile_at(walk, number)
+        first = row * tactic.rows
+        rows = [rows_of_thread(first + wave * facts.PIECE_ROWS, extents[0]) for wave in waves]
+        at = (rows, block_of(column * tactic.columns, extents[1]))
+        fragments = (mma, stage_sums, rows_of_a, b)
+        state = multiply_waves(ring, state, fragments, total, (scales, at, steps))
+        for wave in cutlass.range_constexpr(tactic.waves):
+            place = facts.piece_of(row, column, waves[wave], tactic)
+            stored = mainloop.store_tile(outlet, total[wave], place, stored)
+
+
+@cute.jit
+def multiply_waves(
+    ring: Any, state: Any, fragments: tuple[Any, ...], total: Any, scaling: Any
+) -> Any:
+    """Sum up one tile, whose waves take turns in the sums of a stage."""
+    mma, stage_sums, rows_of_a, b = fragments
+    scales, (rows, block), steps = scaling
+    count = cutlass.const_expr(len(total))
+    factors = cute.make_rmem_tensor((2, count), Float32)
+    following = cute.make_rmem_tensor((2, count), Float32)
+    for wave in cutlass.range_constexpr(count):
+        total[wave].fill(0.0)
+        factors[0, wave], factors[1, wave] = scales_of(scales, (*rows[wave], block), 0)
+    for step in cutlass.range(steps, unroll=1):
+        ring.consumer_wait(state)
+        for wave in cutlass.range_constexpr(count):
+            a = rows_of_a[wave][None, None, None, state.index]
+            of_stage = a, b[None, None, None, state.index]
+            mainloop.multiply_stage(mma, stage_sums, *of_stage, begins=True)
+            at, later = (*rows[wave], block), cutlass.min(step + 1, steps - 1)
+            following[0, wave], following[1, wave] = scales_of(scales, at, later)
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(wave == count - 1):
+                ring.consumer_release(state)
+            promote(total[wave], stage_sums, factors[0, wave], factors[1, wave])
+        state.advance()
+        for i in cutlass.range_constexpr(2 * count):
+            factors[i] = following[i]
+    return state
+
+
+# ---- few numbers of D ----------------------------------------------------------------------------
+
+
+@cute.jit
+def consume_few(
+    ring: Any,
+    walk: Any,
+    fragments: tuple[Any, ...],
+    outlet: Any,
+    scaling: Any,
+    form: cutlass.Constexpr,
+) -> None:
+    """Sum up and write all tiles of a warpgroup."""
+    tactic, (scales, steps) = form.tactic, scaling
+    state = mainloop.consumer_state(ring.num_stages)
+    total = mainloop.sums_of(fragments[0], tactic.columns)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        place = mainloop.tile_at(walk, number)
+        rows, block = rows_of_factors(place, outlet, tactic)
+        if cutlass.const_expr(facts.overlaps(form)):
+            at = (scales, (rows, block), steps)
+            state = multiply_few(ring, state, fragments, total, at, tactic)
+        else:
+            state = multiply(ring, state, fragments, total, (scales, (*rows, block), steps))
+        mainloop.store_directly(outlet, total, place, tactic)
+
+
+def rows_of_factors(place: Any, outlet: Any, tactic: GemmTactic) -> tuple[Any, Any]:
+    """Return the rows of A, clamped, and the block of B whose scales meet a thread's sums."""
+    row, column = place[0] * tactic.rows + outlet.row, place[1] * tactic.columns
+    if tactic.swapped:  # columns 2 q and 2 q + 1 of each eight
+        first = column + outlet.lane * 2
+        rows = [first + 8 * i + j for i in range(tactic.columns // 8) for j in range(2)]
+    else:
+        rows = [row, row + 8]
+    last = outlet.extents[0] - 1
+    block = block_of(row if tactic.swapped else column, outlet.extents[1])
+    return tuple(cutlass.min(each, last) for each in rows), block
+
+
+def block_of(row: Any, rows: Any) -> Any:
+    """Return the block of a row of B; the last one's for tiles of a cluster that lie outside D."""
+    return cutlass.min(row, rows - 1) // BLOCK
+
+
+def factor_of(number: int, tactic: GemmTactic) -> int:
+    """Return which of a thread's rows of A a register of its sums belongs to."""
+    return number // 4 * 2 + number % 2 if tactic.swapped else number // 2 % 2
+
+
+@cute.jit
+def multiply_few(
+    ring: Any,
+    state: Any,
+    fragments: tuple[Any, ...],
+    total: Any,
+    scaling: Any,
+    tactic: cutlass.Constexpr,
+) -> Any:
+    """Sum up one tile; a stage is promoted while the next one is multiplied.
+
+    Trap: a wgmma writes its registers until it is waited for, so stages take turns in two sets of
+    sums, and the loop over stages is unrolled by two.
+    """
+    mma, even, a, b = fragments
+    scales, (rows, block), steps = scaling
+    sums = (even, cute.make_rmem_tensor(even.shape, Float32))
+    read = tuple(cute.make_rmem_tensor(len(rows) + 1, Float32) for _ in range(2))
+    total.fill(0.0)
+    before = state.clone()
+    read_scales(read[0], scales, (rows, block), 0)
+    ring.consumer_wait(state)
+    mainloop.multiply_stage(mma, sums[0], *stage_of(a, b, state.index), begins=True)
+    state.advance()
+    for pair in cutlass.range((steps - 1) // 2, unroll=1):
+        for i in cutlass.range_constexpr(2):
+            read_scales(read[1 - i], scales, (rows, block), 2 * pair + i + 1)
+            ring.consumer_wait(state)
+            mainloop.multiply_stage(mma, sums[1 - i], *stage_of(a, b, state.index), begins=True)
+            state.advance()
+            warpgroup.wait_group(1)
+            ring.consumer_release(before)
+            before.advance()
+            promote_few(total, sums[i], read[i], tactic)
+    if steps % 2 == 0:
+        read_scales(read[1], scales, (rows, block), steps - 1)
+        ring.consumer_wait(state)
+        mainloop.multiply_stage(mma, sums[1], *stage_of(a, b, state.index), begins=True)
+        state.advance()
+        warpgroup.wait_group(1)
+        ring.consumer_release(before)
+        before.advance()
+        promote_few(total, sums[0], read[0], tactic)
+        warpgroup.wait_group(0)
+        ring.consumer_release(before)
+        promote_few(total, sums[1], read[1], tactic)
+    else:
+        warpgroup.wait_group(0)
+        ring.consumer_release(before)
+        promote_few(total, sums[0], read[0], tactic)
+    return state
+
+
+def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
+    """Return the fragments of one stage."""
+    return a[None, None, None, stage], b[None, None, None, stage]
+
+
+def read_scales(into: Any, scales: BlockScales, at: tuple[Any, Any], step: Any) -> None:
+    """Read the scales of a stage: those of a thread's rows of A, then that of B.
+
+    They are multiplied by one another where they are used: a product here would wait for them.
+    """
+    rows, block = at
+    for i, row in enumerate(rows):
+        into[i] = scale_at(scales.a, row, step)
+    into[len(rows)] = scale_at(scales.b, block, step)
+
+
+def promote_few(total: Any, stage_sums: Any, scales: Any, tactic: GemmTactic) -> None:
+    """Add a stage's sums times their scales."""
+    *of_a, of_b = (scales[i] for i in range(cute.size(scales)))
+    factors = [ops.multiply_rn(scale, of_b) for scale in of_a]
+    for i in range(cute.size(total)):
+        total[i] = ops.fma_rn(stage_sums[i], factors[factor_of(i, tactic)], total[i])
+
+
+# ---- scales --------------------------------------------------------------------------------------
+
+
 def scales_of(scales: BlockScales, at: tuple[Any, Any, Any], step: Any) -> tuple[Any, Any]:
     """Return the factors of a stage's sums in both rows of a thread."""
     upper, lower, block = at
@@ -158,7 +365,7 @@ def layouts(form: GemmForm) -> tuple[Any, Any]:
 
 def matrices_of(pointers: Any, extents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return tensors of A, B, their scales and D, and M, N, K with their known divisors."""
-    m, n, k, _ = extents
+    m, n, k, *_ = extents
     k = cute.assume(k, divby=facts.FP8_BLOCK.inner_multiple)
     n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
     groups, blocks = ceil_div(k, BLOCK), ceil_div(n, BLOCK)
@@ -177,20 +384,28 @@ def launch_gemm(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on the extents M, N, K and the number of clusters."""
-    *_, clusters = extents
+    """Launch a form on the extents M, N, K (swapped: N, M, K) and the number of clusters."""
+    *walked, k, clusters = extents
     tactic = form.tactic
-    (mA, mB, of_a, of_b, mD), numbers = matrices_of(pointers, extents)
+    given = (*facts.sides(walked, tactic), k)
+    (mA, mB, of_a, of_b, mD), (m, n, k) = matrices_of(pointers, given)
     layout_a, layout_b = layouts(form)
+    first, second = facts.sides((mA, mB), tactic)
     feeds = (
-        mainloop.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
-        mainloop.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
+        mainloop.feed_of(first, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
+        mainloop.feed_of(second, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
     )
-    gemm_kernel(feeds, mainloop.store_of(mD), BlockScales(of_a, of_b), numbers, form).launch(
+    if cutlass.const_expr(tactic.direct):
+        store = mainloop.pairs_of(mD, m, n)
+    else:
+        store = mainloop.store_of(mD, columns=facts.piece_columns(tactic))
+    numbers = (*facts.sides((m, n), tactic), k)
+    gemm_kernel(feeds, store, BlockScales(of_a, of_b), numbers, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
-        min_blocks_per_mp=1,
+        min_blocks_per_mp=tactic.blocks,
+        preferred_smem_carveout=facts.WHOLE_CARVEOUT if tactic.blocks > 1 else None,
         use_pdl=EARLY,
         stream=stream,
     )

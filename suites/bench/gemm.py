@@ -123,8 +123,8 @@ def title_of(extents: tuple[int, int, int]) -> str:
 
 def in_tactic(problem: GemmProblem, tactic: GemmTactic) -> Arm:
     name = (
-        f"{problem.operands}, {tactic.rows} x {tactic.columns}, cluster {tactic.cluster_rows} x "
-        f"{tactic.cluster_columns}, group {tactic.group}"
+        f"{problem.operands}, {tactic.rows} x {tactic.columns}{' swapped' * tactic.swapped}, "
+        f"cluster {tactic.cluster_rows} x {tactic.cluster_columns}, group {tactic.group}"
     )
     form = GemmForm(problem.operands, problem.scales, SM90A.name, tactic)
     return gemm_arm(name, problem, partial(_same, form))

@@ -76,6 +76,7 @@ class Case:
         p, t = self.problem, self.form.tactic
         return (
             f"{p.operands} {p.scales} {p.rows}x{p.columns}x{p.inner} in {t.rows}x{t.columns} "
+            f"{'swapped ' * t.swapped}"
             f"cluster {t.cluster_rows}x{t.cluster_columns} {self.spread} seed {self.seed}"
         )
 

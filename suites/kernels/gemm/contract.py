@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -47,20 +48,39 @@ if TYPE_CHECKING:
 # ---- plain products ------------------------------------------------------------------------------
 
 
+def _leaves(kernel: CompiledKernel, form: GemmForm) -> None:
+    """Raise where a tile does not leave as its tactic says: by TMA, or two numbers a word."""
+    stores = 0 if form.tactic.direct else None
+    assert not gemm_code.complaints(kernel, form, issued=1, stores=stores)
+    # A warpgroup's 64 rows are so many words a thread; waves and pieces leave by TMA.
+    words = form.tactic.columns // 4 if form.tactic.direct else 0
+    assert len(re.findall(r"st\.global\S*\.b32", kernel.ptx)) == words
+    assert kernel.ptx.count("shfl.sync.bfly.b32") == words * form.tactic.swapped
+    # Once before the first tile, once in the loop over stages.
+    asked = (form.tactic.asked_early > 0) + (form.tactic.asked_ahead > 0)
+    assert kernel.ptx.count("cp.async.bulk.prefetch.tensor.2d.L2") == asked
+    shares = form.tactic.cluster_rows * form.tactic.cluster_columns > 1
+    assert ("multicast::cluster" in kernel.ptx) is shares
+
+
 def _is_bf16(kernel: CompiledKernel, form: GemmForm) -> None:
-    assert not gemm_code.complaints(kernel, form, issued=1)
+    _leaves(kernel, form)
     shape = f"m64n{form.tactic.columns}k16.f32.bf16.bf16"
     # A stage is four steps of K; the first stage of a tile has its own text.
     assert gemm_code.wgmmas(kernel.ptx) == 8 * [f"wgmma.mma_async.sync.aligned.{shape}"]
-    assert ("multicast::cluster" in kernel.ptx) is (form.tactic.cluster_rows > 1)
 
 
 def _is_fp8(kernel: CompiledKernel, form: GemmForm) -> None:
-    assert not gemm_code.complaints(kernel, form, issued=1)
-    shape = f"m64n{form.tactic.columns}k32.f32.e4m3.e4m3"
-    assert gemm_code.wgmmas(kernel.ptx) == 4 * [f"wgmma.mma_async.sync.aligned.{shape}"]
+    _leaves(kernel, form)
+    shape, waves = f"m64n{form.tactic.columns}k32.f32.e4m3.e4m3", form.tactic.waves
+    # Overlapped stages: the first, two that take turns, one where their number is even.
+    overlapped = gemm.overlaps(form)
+    stages, promoted = (4, 5) if overlapped else (waves, waves)
+    assert gemm_code.wgmmas(kernel.ptx) == 4 * stages * [f"wgmma.mma_async.sync.aligned.{shape}"]
     # A sum of a stage is promoted by one fma; a thread holds so many sums.
-    assert len(fused_instructions(kernel.ptx)) == form.tactic.columns // 2
+    assert len(fused_instructions(kernel.ptx)) == promoted * form.tactic.columns // 2
+    # In front of a promotion the next stage's wgmma stay under way.
+    assert kernel.ptx.count("wgmma.wait_group.sync.aligned \t1") == 3 * overlapped
 
 
 def _is_nvfp4(kernel: CompiledKernel, form: GemmForm) -> None:
@@ -73,8 +93,8 @@ def _is_nvfp4(kernel: CompiledKernel, form: GemmForm) -> None:
     assert "fma" not in kernel.ptx
 
 
-PLAIN: dict[str, tuple[Callable[[CompiledKernel, GemmForm], None], int]] = {
-    "bf16": (_is_bf16, -1), "fp8_block": (_is_fp8, -1), "nvfp4": (_is_nvfp4, 0),
+PLAIN: dict[str, tuple[Callable[[CompiledKernel, GemmForm], None], tuple[int, ...]]] = {
+    "bf16": (_is_bf16, (1, -1)), "fp8_block": (_is_fp8, (2, -1)), "nvfp4": (_is_nvfp4, (0,)),
 }  # fmt: skip
 
 
@@ -82,7 +102,7 @@ def _plain_code() -> Iterator[MachineCode]:
     for operands, (is_sound, usual) in PLAIN.items():
         forms = gemm_checks.forms(operands)
         for form in forms:
-            slow = form != forms[usual]
+            slow = form not in [forms[i] for i in usual]
             yield MachineCode(f"sm90_gemm_{operands}", form, more=is_sound, slow=slow)
 
 

@@ -77,7 +77,7 @@ def test_every_form_is_handed_its_tensors_and_extents(operands: str, target: str
         named = checks.named(operands, tensors[:-1]) | {"out": tensors[-1]}
         kernels_of(operands, target).KERNEL.launch(recorder, form, case.problem, named)
         m, n, k = EXTENTS
-        clusters = facts.grid(case.problem, form.tactic, PROCESSORS)[2]
+        clusters = facts.grid(case.problem, form.tactic, PROCESSORS * form.tactic.blocks)[2]
         extents = [n, m, k, clusters] if form.tactic.swapped else [m, n, k, clusters]
         assert recorder.launched == [Launched(list(ORDER[operands]), extents, "stream of 0")], form
 

@@ -70,6 +70,45 @@ def test_pieces_of_neighbouring_tiles_do_not_overlap() -> None:
     assert sorted(seen) == [(row, column) for row in range(4) for column in range(8)]
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("columns", [8, 16, 64])
+def test_every_number_of_a_direct_tile_is_written_once_and_to_its_place(
+    columns: int, swapped: bool
+) -> None:
+    """Words of two halves as a warpgroup holds, exchanges and writes them."""
+    from degarble.kernels.gemm import mainloop  # noqa: PLC0415
+
+    def number_of(row: int, column: int) -> int:
+        return 64 * column + row
+
+    def word_of(thread: int, i: int) -> list[int]:
+        row, lane = row_of(thread), thread % 4
+        row, column = row + i % 2 * 8, i // 2 * 8 + lane * 2  # PTX ISA 9.1, wgmma fragments
+        return [number_of(row, column), number_of(row, column + 1)]
+
+    written: dict[tuple[int, int], int] = {}
+    for thread in range(128):
+        row, lane = row_of(thread), thread % 4
+        for i in range(columns // 4):
+            halves = word_of(thread, i)
+            if swapped:
+                both = [*halves, *word_of(thread ^ 4, i)]  # bytes 0 to 3 and 4 to 7
+                kind = mainloop.HALVES_OF_PAIR[row % 2]
+                halves = [both[(kind & 15) // 2], both[(kind >> 8 & 15) // 2]]
+            down, across = mainloop.place_of_word(i, row, lane, swapped)
+            assert across % 2 == 0
+            for j in range(2):
+                assert (down, across + j) not in written
+                written[down, across + j] = halves[j]
+    places = {(r, c): number_of(r, c) for r in range(64) for c in range(columns)}
+    assert written == ({(c, r): n for (r, c), n in places.items()} if swapped else places)
+
+
+def row_of(thread: int) -> int:
+    """Return row g of a thread of a warpgroup."""
+    return thread // 32 * 16 + thread % 32 // 4
+
+
 # --------------------------------------------------------------------------------------------------
 # NVFP4 in stages, as arithmetic: the order of K, where codes and scales lie, what is kept.
 

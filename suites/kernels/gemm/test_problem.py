@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,15 +58,21 @@ BIG = GemmProblem(4096, 7168, 4096)
 
 
 def named(form: GemmForm) -> str:
-    return f"{form.operands}-{form.scales}-{form.tactic.rows}x{form.tactic.columns}"
+    tactic = form.tactic
+    kind = "-swapped" * tactic.swapped
+    return f"{form.operands}-{form.scales}-{tactic.rows}x{tactic.columns}{kind}"
 
 
 @pytest.mark.parametrize("form", FORMS, ids=named)
 def test_a_thread_block_fits_its_processor(form: GemmForm) -> None:
     held = facts.footprint(form)
-    assert held.total + facts.ALIGNMENT <= TARGETS[form.target].shared_memory_bytes
-    assert 2 <= held.stages <= facts.MOST_STAGES
-    assert facts.registers_of_roles(form) <= facts.REGISTERS_OF_PROCESSOR
+    blocks = form.tactic.blocks
+    each = held.total + facts.ALIGNMENT + facts.RESERVED_BYTES
+    of_processor = TARGETS[form.target].shared_memory_bytes + facts.RESERVED_BYTES
+    assert each * blocks <= of_processor
+    assert 2 <= held.stages <= form.tactic.most_stages
+    assert form.tactic.asked_early <= held.stages
+    assert facts.registers_of_roles(form) * blocks <= facts.REGISTERS_OF_PROCESSOR
     assert facts.registers_of_roles(form) <= facts.registers_at_launch(form) * facts.threads(form)
     assert all(role.registers % 8 == 0 for role in facts.roles(form))
     assert all(24 <= role.registers <= facts.LARGEST_REGISTERS for role in facts.roles(form))
@@ -82,6 +89,55 @@ def test_numbers_of_the_large_bf16_form() -> None:
     assert facts.grid(BIG, form.tactic, 132) == (2, 1, 66)
     assert facts.grid(GemmProblem(1, 8, 8), form.tactic, 132) == (2, 1, 1)
     assert BIG.operations == 240_518_168_576
+
+
+FEW = GemmTactic(8, rows=64, columns=8, inner=64, swapped=True, direct=True, asked_early=3)
+
+
+def test_swapped_tiles_are_counted_along_n_first() -> None:
+    problem = GemmProblem(9, 7168, 4096)
+    assert facts.cluster_tiles(problem, FEW) == (112, 2)
+    assert facts.grid(problem, FEW, 132) == (1, 1, 132)
+    assert facts.sides((9, 7168), FEW) == (7168, 9)
+    assert facts.sides((9, 7168), replace(FEW, swapped=False)) == (9, 7168)
+    form = GemmForm("bf16", "none", "sm_90a", FEW)
+    assert facts.footprint(form).output_bytes == 0
+    assert [load.rows for load in facts.loads(form)] == [64, 8]
+
+
+def test_a_grid_holds_the_clusters_that_run_at_once() -> None:
+    shared = GemmTactic(1.0, rows=128, columns=64, inner=64, cluster_columns=2)
+    assert facts.grid(BIG, shared, 132) == (1, 2, 66)
+    assert facts.grid(BIG, replace(shared, cluster_columns=4), 132) == (1, 4, 28)
+    assert facts.grid(BIG, replace(shared, cluster_columns=4, cluster_rows=2), 132) == (2, 4, 14)
+
+
+def test_waves_are_rows_of_one_warpgroup_in_turn() -> None:
+    tactic = GemmTactic(1.0, rows=256, columns=128, inner=128, waves=2)
+    form = GemmForm("fp8_block", "float32", "sm_90a", tactic)
+    assert facts.consumers(form) == 2
+    assert facts.threads(form) == 384
+    assert facts.footprint(form).stages == 4
+
+
+@pytest.mark.parametrize(
+    ("operands", "target", "changed"),
+    [
+        ("bf16", "sm_90a", {"direct": False}),  # swapped operands leave by no TMA store
+        ("bf16", "sm_90a", {"swapped": False, "direct": False}),  # nor do tiles of 8 columns
+        ("bf16", "sm_90a", {"waves": 2}),
+        ("bf16", "sm_90a", {"cluster_columns": 2}),  # who shares B would ask for it twice
+        ("bf16", "sm_90a", {"swapped": False, "cluster_rows": 2}),
+        ("fp8_block", "sm_90a", {"waves": 2}),
+        ("nvfp4", "sm_90a", {}),
+        ("bf16", "sm_100a", {}),
+    ],
+)
+def test_refuses_tactics_of_few_rows(operands: str, target: str, changed: dict[str, Any]) -> None:
+    scales = facts.OPERANDS[operands].scales[0]
+    assert GemmForm("bf16", "none", "sm_90a", FEW)
+    with pytest.raises(InvalidArgument, match="tactic"):
+        GemmForm(operands, scales, target, replace(FEW, **changed))
 
 
 def test_what_a_stage_of_codes_loads() -> None:

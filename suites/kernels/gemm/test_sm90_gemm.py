@@ -34,7 +34,7 @@ INNER = {
 
 
 def named(form: GemmForm) -> str:
-    return f"{form.tactic.rows}x{form.tactic.columns}"
+    return f"{form.tactic.rows}x{form.tactic.columns}" + "-swapped" * form.tactic.swapped
 
 
 each_form = pytest.mark.parametrize("form", FORMS, ids=named)
