@@ -13,6 +13,7 @@ the parts in mainloop. Extents that no TMA descriptor can describe raise ShapeMi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -206,11 +207,36 @@ class GemmForm:
 
 
 ANY = float("inf")
-# Measured on an H200: docs/design-notes/gemm_kernels.md.
+MOST_OF_FEW = 24  # stages of tiles of few numbers
+
+
+def _few(operands: OperandFormat) -> tuple[GemmTactic, ...]:
+    """Return the tactics of up to 128 rows: threads write D themselves, B is asked for early.
+
+    Derived, not measured. N of 7168 is 112 tiles of 64; narrow ones take narrow tiles, so that more
+    processors have work. From 17 rows on thread blocks share A, because all of its reads from L2
+    would be as many bytes as those of B.
+    """
+    inner = 128 * 8 // operands.code_bits  # rows of 128 bytes
+    of = partial(GemmTactic, inner=inner, most_stages=MOST_OF_FEW, direct=True)
+    swapped = partial(of, rows=64, swapped=True)
+    return (
+        of(16, rows=64, columns=16, asked_early=20, columns_up_to=2112),
+        of(128, rows=64, columns=32, cluster_columns=2, asked_early=16, columns_up_to=2112),
+        swapped(8, columns=8, blocks=2, asked_early=12),
+        swapped(16, columns=16, blocks=2, asked_early=11),
+        swapped(32, columns=32, cluster_rows=2, asked_early=16),
+        of(64, rows=64, columns=64, cluster_columns=4, asked_early=13),
+        of(128, rows=128, columns=64, cluster_columns=4, asked_early=9),
+    )
+
+
+# Measured on an H200, but for few rows, 224 columns and waves: docs/design-notes/gemm_kernels.md.
 TACTICS: Mapping[tuple[str, str], tuple[GemmTactic, ...]] = {
     (SM90A.name, BF16.name): (
-        GemmTactic(64, rows=64, columns=64, inner=64),
+        *_few(BF16),
         GemmTactic(256, rows=128, columns=128, inner=64),
+        GemmTactic(512, rows=128, columns=224, inner=64, cluster_rows=2),
         GemmTactic(ANY, rows=128, columns=256, inner=64, cluster_rows=2),
     ),
     (SM90A.name, NVFP4.name): (
@@ -219,8 +245,9 @@ TACTICS: Mapping[tuple[str, str], tuple[GemmTactic, ...]] = {
         GemmTactic(ANY, rows=128, columns=256, inner=64),
     ),
     (SM90A.name, FP8_BLOCK.name): (
-        GemmTactic(64, rows=64, columns=64, inner=128),
-        GemmTactic(ANY, rows=128, columns=128, inner=128, cluster_rows=2),
+        *_few(FP8_BLOCK),
+        GemmTactic(1024, rows=128, columns=128, inner=128, cluster_rows=2),
+        GemmTactic(ANY, rows=256, columns=128, inner=128, cluster_columns=2, waves=2),
     ),
     # Not measured, for want of a GPU: docs/design-notes/sm100_gemm.md.
     (SM100A.name, BF16.name): (
@@ -497,5 +524,5 @@ def grid(problem: GemmProblem, tactic: GemmTactic, processors: int) -> tuple[int
     size = tactic.cluster_rows * tactic.cluster_columns
     # A cluster lies within one part of the chip: an H200 runs 28 of four at a time, not 33.
     usable = processors if size < LARGE_CLUSTER else processors * 28 // 33
-    at_once = usable // size
+    at_once = max(1, usable // size)
     return tactic.cluster_rows, tactic.cluster_columns, min(rows * columns, at_once)

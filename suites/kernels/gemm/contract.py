@@ -94,7 +94,7 @@ def _is_nvfp4(kernel: CompiledKernel, form: GemmForm) -> None:
 
 
 PLAIN: dict[str, tuple[Callable[[CompiledKernel, GemmForm], None], tuple[int, ...]]] = {
-    "bf16": (_is_bf16, (1, -1)), "fp8_block": (_is_fp8, (2, -1)), "nvfp4": (_is_nvfp4, (0,)),
+    "bf16": (_is_bf16, (2, -1)), "fp8_block": (_is_fp8, (4, -1)), "nvfp4": (_is_nvfp4, (0,)),
 }  # fmt: skip
 
 

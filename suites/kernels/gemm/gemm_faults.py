@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from degarble.kernels.runtime.compiling import CompiledKernel
 
-EXTENTS = (300, 520, 1184)  # tails everywhere, and more stages than any ring has
+EXTENTS = (300, 520, 1184)  # tails everywhere, and more stages than a ring of pieces has
+FEW = (5, 5000, 4128)  # swapped operands, and more stages than any ring has
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ class Fault:
     function: str
     instead: Callable[..., Any]
     violent: bool = False
+    extents: tuple[int, int, int] = EXTENTS
 
     @property
     def case(self) -> checks.Case:
         """The launch by which it is judged."""
         scales = facts.OPERANDS[self.operands].scales[0]
-        return checks.table_case(self.operands, EXTENTS, scales, seed=len(self.name))
+        return checks.table_case(self.operands, self.extents, scales, seed=len(self.name))
 
 
 def _shifted(true: Any, *arguments: Any) -> Any:
@@ -88,6 +90,17 @@ def _rows_changed(true: Any, sums: Any, stage_sums: Any, upper: Any, lower: Any)
     true(sums, stage_sums, lower, upper)
 
 
+def _of_neighbour(true: Any, number: int, tactic: Any) -> int:
+    """Take the scale of the other one of two rows of A."""
+    other: int = true(number ^ 1, tactic)
+    return other
+
+
+def _unexchanged(true: Any, number: int, row: Any, lane: Any, swapped: bool) -> Any:
+    """Write a pair where it would belong without the exchange of words."""
+    return tuple(reversed(true(number, row, lane, swapped and False))) if swapped else None
+
+
 def _never_begins(true: Any, *arguments: Any, begins: bool) -> Any:
     return true(*arguments, begins=begins and False)
 
@@ -124,6 +137,8 @@ FAULTS = (
     Fault("swizzle of codes", "nvfp4", _STAGES, "chunk_of_codes", _shifted),
     Fault("scale group of the step before", "fp8_block", _FP8, "scale_at", _step_before),
     Fault("scales of rows changed", "fp8_block", _FP8, "promote", _rows_changed),
+    Fault("scale of the row beside", "fp8_block", _FP8, "factor_of", _of_neighbour, extents=FEW),
+    Fault("pairs of rows of B", "bf16", _EPILOGUE, "place_of_word", _unexchanged, extents=FEW),
     Fault("parity of a stage", "bf16", _WGMMA, "consumer_state", _other_parity, violent=True),
     Fault("bytes expected", "bf16", _WGMMA, "ring_of_stages", _fewer_bytes, violent=True),
 )

@@ -69,15 +69,20 @@ def given(form: facts.GemmForm, rows: int = EXTENTS[0]) -> tuple[checks.Case, tu
     return case, (*flat, torch.zeros(rows, EXTENTS[1], dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("processors", [4, PROCESSORS])
 @each_kind
-def test_every_form_is_handed_its_tensors_and_extents(operands: str, target: str) -> None:
+def test_every_form_is_handed_its_tensors_and_extents(
+    operands: str, target: str, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The few processors have more tiles than thread blocks at once."""
+    monkeypatch.setattr(descriptor, "processors_of", lambda _device: processors)
     for form in checks.forms(operands, target):
         case, tensors = given(form)
         recorder = Recorder(tensors)
         named = checks.named(operands, tensors[:-1]) | {"out": tensors[-1]}
         kernels_of(operands, target).KERNEL.launch(recorder, form, case.problem, named)
         m, n, k = EXTENTS
-        clusters = facts.grid(case.problem, form.tactic, PROCESSORS * form.tactic.blocks)[2]
+        clusters = facts.grid(case.problem, form.tactic, processors * form.tactic.blocks)[2]
         extents = [n, m, k, clusters] if form.tactic.swapped else [m, n, k, clusters]
         assert recorder.launched == [Launched(list(ORDER[operands]), extents, "stream of 0")], form
 

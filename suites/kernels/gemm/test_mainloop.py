@@ -104,6 +104,18 @@ def test_every_number_of_a_direct_tile_is_written_once_and_to_its_place(
     assert written == ({(c, r): n for (r, c), n in places.items()} if swapped else places)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_sum_meets_the_scales_of_its_row_of_a(swapped: bool) -> None:
+    from degarble.kernels.gemm.sm90_gemm_fp8_block import factor_of  # noqa: PLC0415
+
+    tactic = facts.GemmTactic(1.0, rows=64, columns=32, inner=128, swapped=swapped, direct=True)
+    for number in range(16):
+        # PTX ISA 9.1, wgmma: two columns of row g, then of row g + 8, for each eight columns.
+        column, row = number // 4 * 8 + number % 2, number // 2 % 2
+        columns = [8 * i + j for i in range(4) for j in range(2)]  # of thread 0, in order
+        assert factor_of(number, tactic) == (columns.index(column) if swapped else row)
+
+
 def row_of(thread: int) -> int:
     """Return row g of a thread of a warpgroup."""
     return thread // 32 * 16 + thread % 32 // 4

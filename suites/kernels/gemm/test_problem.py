@@ -109,7 +109,14 @@ def test_a_grid_holds_the_clusters_that_run_at_once() -> None:
     shared = GemmTactic(1.0, rows=128, columns=64, inner=64, cluster_columns=2)
     assert facts.grid(BIG, shared, 132) == (1, 2, 66)
     assert facts.grid(BIG, replace(shared, cluster_columns=4), 132) == (1, 4, 28)
+    assert facts.grid(BIG, replace(shared, cluster_columns=4), 4) == (1, 4, 1)
     assert facts.grid(BIG, replace(shared, cluster_columns=4, cluster_rows=2), 132) == (2, 4, 14)
+
+
+def test_the_number_of_columns_chooses_as_well() -> None:
+    narrow, wide = (choose_form(GemmProblem(1, n, 64), "sm_90a").tactic for n in (2048, 7168))
+    assert not narrow.swapped
+    assert wide.swapped
 
 
 def test_waves_are_rows_of_one_warpgroup_in_turn() -> None:
@@ -159,8 +166,8 @@ def test_bytes_that_have_to_move() -> None:
 def test_extents_are_no_part_of_a_form_but_through_the_table() -> None:
     forms = {choose_form(GemmProblem(m, n, 64), "sm_90a") for m in (513, 9999) for n in (8, 7168)}
     assert len(forms) == 1
-    assert choose_form(GemmProblem(64, 8, 8), "sm_90a").tactic.rows == 64
-    assert choose_form(GemmProblem(65, 8, 8), "sm_90a").tactic.rows == 128
+    assert choose_form(GemmProblem(64, 7168, 8), "sm_90a").tactic.rows == 64
+    assert choose_form(GemmProblem(65, 7168, 8), "sm_90a").tactic.rows == 128
 
 
 def test_refuses_by_name() -> None:
