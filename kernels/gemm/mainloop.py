@@ -449,7 +449,7 @@ def begin_early(tactic: cutlass.Constexpr, feedings: Any, walk: TileWalk, steps:
     if cute.arch.warp_idx() == 0:
         side = 0 if tactic.swapped else 1
         of_b, at = feedings[side], tile_at(walk, walk.first)[side]
-        # Trap: unlike a copy, a prefetch is issued by every lane that calls it.
+        # Trap: the DSL elects a lane for a copy, but, as its PTX shows, not for a prefetch.
         with cute.arch.elect_one():
             for step in cutlass.range(cutlass.min(steps, tactic.asked_early), unroll=1):
                 cute.prefetch(of_b.atom, of_b.source[None, at, step])
