@@ -15,12 +15,15 @@ from degarble.harness.backends.cutedsl.linears import LinearKernel
 from degarble.harness.backends.graph import matrices as layer_matrices
 from degarble.harness.backends.graph.decoder import PIECE, Decoder, DecoderLogitsModel, entry_of
 from degarble.harness.backends.graph.matrices import (
+    ALONE,
     FEW_ROWS,
     TILES,
+    W4A16,
     CodedGroups,
     Experts,
     Matrix,
     coded_product,
+    few_rows_product,
     for_few_rows,
     groups_of,
 )
@@ -30,6 +33,7 @@ from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuil
 from degarble.harness.inference.model import OpenModel, open_model
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.kernels.gemm.problem import GemmProblem
+from degarble.kernels.moe import by_row_problem
 from degarble.references.binding import BoundModel
 from degarble.references.model import Sequence
 from degarble.references.numerics import KeyValueCache
@@ -142,6 +146,27 @@ def test_few_rows_are_few_and_have_normal_factors(opened: OpenModel) -> None:
         for_few_rows(matrix, "wo")
     plain = Matrix(LinearKernel("sm90_gemm_bf16", GemmProblem(1, 16, 32)), {})
     assert for_few_rows(plain, "wo") is plain
+
+
+def test_one_row_walks_a_matrix_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    kernels = StandIn(lambda kernel, *_: launched.append(kernel))
+    drawn = torch.Generator().manual_seed(5)
+    operands = {
+        "b": torch.randint(0, 256, (64, 64), generator=drawn, dtype=torch.uint8),
+        "b_scales": torch.randint(0x30, 0x40, (128 * 8,), generator=drawn, dtype=torch.uint8),
+        "b_decode_scale": torch.tensor([0.75]),
+    }
+    problem = GemmProblem(1, 64, 128, "nvfp4", "e4m3")
+    plain = Matrix(LinearKernel("sm90_gemm_nvfp4", problem), operands, torch.tensor([0.5]))
+    rows = torch.randn(2, 128, generator=drawn).bfloat16()
+    apart = for_few_rows(plain, "wq_b")
+    want = few_rows_product(kernels, apart, rows[:1], W4A16)
+    monkeypatch.setattr(by_row_problem, "WAVE", 63)
+    walked = for_few_rows(plain, "wq_b")
+    assert torch.equal(few_rows_product(kernels, walked, rows[:1], W4A16), want)
+    assert few_rows_product(kernels, walked, rows, W4A16).shape == (2, 64)
+    assert launched == [W4A16, ALONE, W4A16]
 
 
 @pytest.mark.slow

@@ -15,11 +15,13 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.kernels.gemm import w4a16_problem as w4a16
+from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.moe import by_row_problem as facts
 from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeProblem
 from degarble.kernels.moe.problem import BEFORE_W2, GATE_AND_UP, MoeProblem
 from degarble.kernels.runtime.modules import kernel_named
 from degarble.kernels.runtime.targets import TARGETS
+from degarble.suites.kernels.gemm import w4a16_checks
 from degarble.suites.kernels.moe import by_row_checks as checks
 from degarble.suites.kernels.moe.by_row_checks import Case
 from degarble.suites.kernels.moe.contract import BY_ROW_TACTICS
@@ -480,6 +482,42 @@ def test_tiles_and_stages_do_not_change_a_bit() -> None:
                 made = torch.full_like(memory[out], torch.nan)
                 kernel.run(problem, checks.SETTINGS, form, **own, **{out: made})
                 assert torch.equal(made, memory[out]), tactic
+
+
+@pytest.mark.parametrize(
+    ("outputs", "columns", "tiles"),
+    [(32_768, 1024, 4), (18_432, 7168, 1), (4096, 8192, 1), (4096, 2048, 0), (7168, 16_384, 0),
+     (1024, 4096, 0), (8455, 4096, 0)],
+)  # fmt: skip
+def test_one_row_walks_where_tiles_fill_more_than_a_wave(
+    outputs: int, columns: int, tiles: int
+) -> None:
+    problem = facts.alone(outputs, columns)
+    if not tiles:
+        assert problem is None
+        return
+    assert problem is not None
+    form = facts.choose_second_form(problem, "sm_90a")
+    assert (form.tiles, form.products) == (tiles, 1)
+    one = facts.matrix_problem(problem, 1)
+    assert (one.rows, one.outputs, one.columns) == (1, outputs, columns)
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize(("outputs", "columns"), [(32_768, 1024), (4096, 8192), (8480, 512)])
+def test_one_row_alone_has_the_bits_of_its_product_with_others(outputs: int, columns: int) -> None:
+    problem = facts.alone(outputs, columns)
+    assert problem is not None
+    case = w4a16_checks.Case(W4A16Problem(3, outputs, columns, "128x4"))
+    want, x = w4a16_checks.on_device(case), case.activations.cuda()
+    weights, one = w4a16_checks.on_gpu(case.weights), torch.ones(1, device="cuda")
+    for row in range(3):
+        made = kernel_named("sm90_moe_by_row.ALONE").run_one(
+            problem, checks.SETTINGS, x=x[row : row + 1], codes=weights.codes[None],
+            scales=weights.block_scale[None], decode_scale=weights.decode_scale.reshape(1),
+            input_scale=one, number=torch.zeros_like(one, dtype=torch.int32).reshape(1, 1),
+        )  # fmt: skip
+        assert torch.equal(made, want[row : row + 1])
 
 
 @pytest.mark.h200
