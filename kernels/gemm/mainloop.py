@@ -476,24 +476,6 @@ def load(ring: Any, feedings: Any, walk: Any, steps: Any) -> None:
     ring.producer_tail(state)
 
 
-@cute.jit
-def load_asking(ring: Any, feedings: Any, walk: TileWalk, steps: Any) -> None:
-    """Load all stages of all tiles, and ask L2 for stages of B further on than a ring reaches."""
-    tactic = walk.tactic
-    side = 0 if tactic.swapped else 1
-    of_b = feedings[side]
-    state = producer_state(ring.num_stages)
-    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        tile = tile_at(walk, number)
-        for step in cutlass.range(steps, unroll=1):
-            later = step + tactic.asked_ahead
-            if later < steps:
-                with cute.arch.elect_one():
-                    cute.prefetch(of_b.atom, of_b.source[None, tile[side], later])
-            state = produce_step(ring, state, feedings, tile, step)
-    ring.producer_tail(state)
-
-
 # ---- consumers -----------------------------------------------------------------------------------
 
 

@@ -132,7 +132,7 @@ class GemmTactic:
     rows of A and half of the tile's B. With `swapped` operands the tile's rows are rows of B, and
     the few rows of A are columns of the instruction.
 
-    The last six are for BF16 and FP8 blocks on sm_90a. With `direct` threads write D themselves:
+    The last four are for BF16 and FP8 blocks on sm_90a. With `direct` threads write D themselves:
     its tiles hold too few numbers for pieces of 64 columns.
     """
 
@@ -146,10 +146,8 @@ class GemmTactic:
     together: int = 1
     swapped: bool = False
     blocks: int = 1  # thread blocks of a processor at once, where one leaves it waiting
-    waves: int = 1  # of 64 rows that a warpgroup multiplies one after the other, stage by stage
     most_stages: int = MOST_STAGES
     asked_early: int = 0  # stages of B that L2 is asked for before the previous launch has ended
-    asked_ahead: int = 0  # stages of B from that which is loaded to that which L2 is asked for
     direct: bool = False
     columns_up_to: float = float("inf")  # the largest N for which the table chooses this tactic
 
@@ -167,13 +165,13 @@ class GemmForm:
 
     def __post_init__(self) -> None:
         tactic = self.tactic
-        few = tactic.direct or tactic.waves > 1 or self._asks()
+        few = tactic.direct or tactic.asked_early > 0
         if few and not self._fits_few():
             raise InvalidArgument(
                 "tactic",
                 tactic,
                 f"products of {BF16.name} or {FP8_BLOCK.name} on {SM90A.name}; swapped and of "
-                "narrow tiles only direct, waves only in pieces, B asked for early not shared",
+                "narrow tiles only direct, B asked for early not shared",
                 "Take a tactic of the table.",
             )
         if tactic.together == 1 and (few or not tactic.swapped):
@@ -189,53 +187,62 @@ class GemmForm:
                 "Take a tactic of the table.",
             )
 
-    def _asks(self) -> bool:
-        return self.tactic.asked_early > 0 or self.tactic.asked_ahead > 0
-
     def _fits_few(self) -> bool:
         tactic = self.tactic
         plain = self.operands != NVFP4.name and self.target == SM90A.name and tactic.together == 1
         narrow = tactic.swapped or tactic.columns % piece_columns(tactic) > 0
-        in_waves = tactic.waves == 1 or (self.operands == FP8_BLOCK.name and not tactic.direct)
         # B is shared along the other side of a cluster than its own.
         sharers = tactic.cluster_columns if tactic.swapped else tactic.cluster_rows
-        asked = not self._asks() or sharers == 1
+        asked = not tactic.asked_early or sharers == 1
         # A thread reads one scale of B a stage.
         scaled = self.operands == FP8_BLOCK.name and not tactic.swapped
         one_scale = not scaled or FP8_BLOCK.block % tactic.columns == 0
-        return plain and (tactic.direct or not narrow) and in_waves and asked and one_scale
+        return plain and (tactic.direct or not narrow) and asked and one_scale
 
 
 ANY = float("inf")
 MOST_OF_FEW = 24  # stages of tiles of few numbers
 
 
+NARROW = 4224  # columns of an H200's 132 processors in tiles of 32
+
+
 def _few(operands: OperandFormat) -> tuple[GemmTactic, ...]:
     """Return the tactics of up to 128 rows: threads write D themselves, B is asked for early.
 
-    Derived, not measured. N of 7168 is 112 tiles of 64; narrow ones take narrow tiles, so that more
+    N of 7168 is 112 tiles of 64; narrow ones take tiles of 32 from 33 rows on, so that more
     processors have work. From 17 rows on thread blocks share A, because all of its reads from L2
     would be as many bytes as those of B.
     """
     inner = 128 * 8 // operands.code_bits  # rows of 128 bytes
     of = partial(GemmTactic, inner=inner, most_stages=MOST_OF_FEW, direct=True)
-    swapped = partial(of, rows=64, swapped=True)
+    swapped = partial(of, rows=64, swapped=True, asked_early=16)
     return (
-        of(16, rows=64, columns=16, asked_early=20, columns_up_to=2112),
-        of(128, rows=64, columns=32, cluster_columns=2, asked_early=16, columns_up_to=2112),
-        swapped(8, columns=8, blocks=2, asked_early=12),
-        swapped(16, columns=16, blocks=2, asked_early=11),
-        swapped(32, columns=32, cluster_rows=2, asked_early=16),
+        swapped(8, columns=8),
+        swapped(16, columns=16),
+        swapped(32, columns=32, columns_up_to=NARROW),
+        swapped(32, columns=32, cluster_rows=4),
+        of(64, rows=64, columns=32, asked_early=16, columns_up_to=NARROW),
         of(64, rows=64, columns=64, cluster_columns=4, asked_early=13),
+        of(128, rows=128, columns=32, cluster_columns=4, asked_early=10, columns_up_to=NARROW),
         of(128, rows=128, columns=64, cluster_columns=4, asked_early=9),
     )
 
 
-# Measured on an H200, but for few rows, 224 columns and waves: docs/design-notes/gemm_kernels.md.
+# Measured on an H200: docs/design-notes/gemm_kernels.md.
 TACTICS: Mapping[tuple[str, str], tuple[GemmTactic, ...]] = {
     (SM90A.name, BF16.name): (
         *_few(BF16),
         GemmTactic(256, rows=128, columns=128, inner=64),
+        GemmTactic(
+            512,
+            rows=128,
+            columns=128,
+            inner=64,
+            cluster_rows=2,
+            cluster_columns=2,
+            columns_up_to=NARROW,
+        ),
         GemmTactic(512, rows=128, columns=224, inner=64, cluster_rows=2),
         GemmTactic(ANY, rows=128, columns=256, inner=64, cluster_rows=2),
     ),
@@ -246,8 +253,7 @@ TACTICS: Mapping[tuple[str, str], tuple[GemmTactic, ...]] = {
     ),
     (SM90A.name, FP8_BLOCK.name): (
         *_few(FP8_BLOCK),
-        GemmTactic(1024, rows=128, columns=128, inner=128, cluster_rows=2),
-        GemmTactic(ANY, rows=256, columns=128, inner=128, cluster_columns=2, waves=2),
+        GemmTactic(ANY, rows=128, columns=128, inner=128, cluster_rows=2),
     ),
     # Not measured, for want of a GPU: docs/design-notes/sm100_gemm.md.
     (SM100A.name, BF16.name): (
@@ -362,10 +368,9 @@ def has_many_rows(form: GemmForm) -> bool:
 
 
 def consumers(form: GemmForm) -> int:
-    """Return the multiplying warpgroups on sm_90a: 64 rows of A or of B each, in every wave."""
+    """Return the multiplying warpgroups on sm_90a: 64 rows of the tile each, of A or of B."""
     tactic = form.tactic
-    rows = tactic.columns if has_few_rows(form) else tactic.rows
-    return rows // PIECE_ROWS // tactic.waves
+    return (tactic.columns if has_few_rows(form) else tactic.rows) // PIECE_ROWS
 
 
 def roles(form: GemmForm) -> tuple[WarpgroupRole, ...]:

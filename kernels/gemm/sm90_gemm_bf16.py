@@ -69,8 +69,8 @@ def gemm_kernel(
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
-            load = mainloop.load_asking if tactic.asked_ahead else mainloop.load
-            load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
+            feedings = mainloop.feedings_of(feeds, (sA, sB), boxes, tactic)
+            mainloop.load(ring, feedings, walk, steps)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1

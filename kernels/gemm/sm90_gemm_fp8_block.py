@@ -10,8 +10,7 @@ A tile in a consumer: for each stage wait, issue 4 wgmma (K = 32) into fresh sum
   add stage sum times scale to the float32 total by one fma. With two consumers one multiplies while
   the other promotes. The tensor core sums a stage with 13 fraction bits only (MMA-Sim 2.1.1).
 Few rows as in sm90_gemm_bf16; there stages take turns in two sets of sums, and one is promoted
-  while the next is multiplied. Tiles of 256 rows in two `waves`: a warpgroup has twice 64 rows,
-  whose stage sums take turns in the same registers. The order of promotions is the same in all.
+  while the next is multiplied. The order of promotions is the same in all.
 
 The entry point allocates only D and never synchronises. Shape letters: M rows of A, N rows of B, K
 inner, G groups of 128 along K, H blocks of 128 rows of B.
@@ -78,8 +77,8 @@ def gemm_kernel(
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
-            load = mainloop.load_asking if tactic.asked_ahead else mainloop.load
-            load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
+            feedings = mainloop.feedings_of(feeds, (sA, sB), boxes, tactic)
+            mainloop.load(ring, feedings, walk, steps)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
@@ -89,10 +88,6 @@ def gemm_kernel(
         if cutlass.const_expr(tactic.direct):
             outlet = mainloop.direct_outlet_of(store, facts.sides(extents[:2], tactic), mine)
             consume_few(ring, walk, fragments, outlet, scaling, form)
-        elif cutlass.const_expr(tactic.waves > 1):
-            outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
-            consume_waves(ring, walk, (*fragments, sA, extents), outlet, scaling, mine)
-            mainloop.drain(outlet)
         else:
             sums = mainloop.sums_of(mma, tactic.columns)
             outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
@@ -150,63 +145,6 @@ def promote(sums: Any, stage_sums: Any, upper: Any, lower: Any) -> None:
     """
     for i in range(cute.size(sums)):
         sums[i] = ops.fma_rn(stage_sums[i], lower if i // 2 % 2 else upper, sums[i])
-
-
-# ---- tiles in waves ------------------------------------------------------------------------------
-
-
-@cute.jit
-def consume_waves(
-    ring: Any, walk: Any, given: tuple[Any, ...], outlet: Any, scaling: Any, mine: Any
-) -> None:
-    """Sum up and store all tiles of a warpgroup that has several times 64 rows of each."""
-    mma, stage_sums, _, b, sA, extents = given
-    tactic, (scales, steps) = walk.tactic, scaling
-    state, stored = mainloop.consumer_state(ring.num_stages), Int32(0)
-    waves = [mine * tactic.waves + wave for wave in range(tactic.waves)]
-    rows_of_a = [mainloop.fragment_of_rows(mma, sA, wave) for wave in waves]
-    total = [mainloop.sums_of(mma, tactic.columns) for _ in waves]
-    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        row, column = mainloop.tile_at(walk, number)
-        first = row * tactic.rows
-        rows = [rows_of_thread(first + wave * facts.PIECE_ROWS, extents[0]) for wave in waves]
-        at = (rows, block_of(column * tactic.columns, extents[1]))
-        fragments = (mma, stage_sums, rows_of_a, b)
-        state = multiply_waves(ring, state, fragments, total, (scales, at, steps))
-        for wave in cutlass.range_constexpr(tactic.waves):
-            place = facts.piece_of(row, column, waves[wave], tactic)
-            stored = mainloop.store_tile(outlet, total[wave], place, stored)
-
-
-@cute.jit
-def multiply_waves(
-    ring: Any, state: Any, fragments: tuple[Any, ...], total: Any, scaling: Any
-) -> Any:
-    """Sum up one tile, whose waves take turns in the sums of a stage."""
-    mma, stage_sums, rows_of_a, b = fragments
-    scales, (rows, block), steps = scaling
-    count = cutlass.const_expr(len(total))
-    factors = cute.make_rmem_tensor((2, count), Float32)
-    following = cute.make_rmem_tensor((2, count), Float32)
-    for wave in cutlass.range_constexpr(count):
-        total[wave].fill(0.0)
-        factors[0, wave], factors[1, wave] = scales_of(scales, (*rows[wave], block), 0)
-    for step in cutlass.range(steps, unroll=1):
-        ring.consumer_wait(state)
-        for wave in cutlass.range_constexpr(count):
-            a = rows_of_a[wave][None, None, None, state.index]
-            of_stage = a, b[None, None, None, state.index]
-            mainloop.multiply_stage(mma, stage_sums, *of_stage, begins=True)
-            at, later = (*rows[wave], block), cutlass.min(step + 1, steps - 1)
-            following[0, wave], following[1, wave] = scales_of(scales, at, later)
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(wave == count - 1):
-                ring.consumer_release(state)
-            promote(total[wave], stage_sums, factors[0, wave], factors[1, wave])
-        state.advance()
-        for i in cutlass.range_constexpr(2 * count):
-            factors[i] = following[i]
-    return state
 
 
 # ---- few numbers of D ----------------------------------------------------------------------------

@@ -52,12 +52,11 @@ def _leaves(kernel: CompiledKernel, form: GemmForm) -> None:
     """Raise where a tile does not leave as its tactic says: by TMA, or two numbers a word."""
     stores = 0 if form.tactic.direct else None
     assert not gemm_code.complaints(kernel, form, issued=1, stores=stores)
-    # A warpgroup's 64 rows are so many words a thread; waves and pieces leave by TMA.
+    # A warpgroup's 64 rows are so many words a thread; pieces leave by TMA.
     words = form.tactic.columns // 4 if form.tactic.direct else 0
     assert len(re.findall(r"st\.global\S*\.b32", kernel.ptx)) == words
     assert kernel.ptx.count("shfl.sync.bfly.b32") == words * form.tactic.swapped
-    # Once before the first tile, once in the loop over stages.
-    asked = (form.tactic.asked_early > 0) + (form.tactic.asked_ahead > 0)
+    asked = form.tactic.asked_early > 0
     assert kernel.ptx.count("cp.async.bulk.prefetch.tensor.2d.L2") == asked
     shares = form.tactic.cluster_rows * form.tactic.cluster_columns > 1
     assert ("multicast::cluster" in kernel.ptx) is shares
@@ -72,10 +71,10 @@ def _is_bf16(kernel: CompiledKernel, form: GemmForm) -> None:
 
 def _is_fp8(kernel: CompiledKernel, form: GemmForm) -> None:
     _leaves(kernel, form)
-    shape, waves = f"m64n{form.tactic.columns}k32.f32.e4m3.e4m3", form.tactic.waves
+    shape = f"m64n{form.tactic.columns}k32.f32.e4m3.e4m3"
     # Overlapped stages: the first, two that take turns, one where their number is even.
     overlapped = gemm.overlaps(form)
-    stages, promoted = (4, 5) if overlapped else (waves, waves)
+    stages, promoted = (4, 5) if overlapped else (1, 1)
     assert gemm_code.wgmmas(kernel.ptx) == 4 * stages * [f"wgmma.mma_async.sync.aligned.{shape}"]
     # A sum of a stage is promoted by one fma; a thread holds so many sums.
     assert len(fused_instructions(kernel.ptx)) == promoted * form.tactic.columns // 2
