@@ -31,7 +31,7 @@ STEP = VECTOR * LANES  # values of K that a warp sums in a step
 
 
 @dataclass(frozen=True)
-class Walk:
+class GemvWalk:
     """How a warp reads its rows of the weight; no bit of a result depends on it."""
 
     least_sums: int  # of a row of activations, from which on this walk is taken
@@ -41,8 +41,8 @@ class Walk:
 
 # Few rows of a weight are spread over all warps of a GPU: by four, 128 rows would keep 32 warps
 # busy, each waiting for memory by itself. Measured: docs/design-notes/row_kernels.md.
-OF_ONE_ROW = (Walk(1280, 2, 4), Walk(0, 1, 8))
-OF_SEVERAL = (Walk(8192, 4, 2), Walk(0, 1, 4))
+OF_ONE_ROW = (GemvWalk(1280, 2, 4), GemvWalk(0, 1, 8))
+OF_SEVERAL = (GemvWalk(8192, 4, 2), GemvWalk(0, 1, 4))
 MOST_AHEAD = max(walk.ahead for walk in OF_ONE_ROW + OF_SEVERAL)
 ROWS = (1, 2, 4, 8)  # of activations: a form serves up to so many
 MOST_COLUMNS = 16_384
@@ -105,7 +105,7 @@ class GemvForm:
     rows: int
     out: str
     target: str
-    walk: Walk
+    walk: GemvWalk
 
 
 def rows_of_form(rows: int) -> int:
@@ -128,13 +128,13 @@ def choose_form(problem: GemvProblem, target: str) -> GemvForm:
     return GemvForm(rows, problem.out, target, walk)
 
 
-def steps(problem: GemvProblem, walk: Walk) -> int:
+def steps(problem: GemvProblem, walk: GemvWalk) -> int:
     """Return the steps that a warp makes along K, rounded up to whole turns of its walk."""
     made: int = round_up(ceil_div(problem.inner, STEP), walk.ahead)
     return made
 
 
-def grid(problem: GemvProblem, walk: Walk, processors: int) -> tuple[int, int]:
+def grid(problem: GemvProblem, walk: GemvWalk, processors: int) -> tuple[int, int]:
     """Return the thread blocks of a group, and the groups: one block a multiprocessor at most."""
     bundles: int = ceil_div(problem.columns, walk.together)
     return min(bundles, max(1, processors // problem.groups)), problem.groups

@@ -69,8 +69,7 @@ def gemm_kernel(
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
-            feedings = mainloop.feedings_of(feeds, (sA, sB), boxes, tactic)
-            mainloop.load(ring, feedings, walk, steps)
+            mainloop.load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
