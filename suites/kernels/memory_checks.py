@@ -116,6 +116,8 @@ def _w4a16() -> None:
     for kernel in w4a16_checks.KERNELS:
         for case in w4a16_checks.fuzzed(SEED, 8, kernel):
             w4a16_checks.on_device(case)
+    for by_row in by_row_checks.fuzzed(SEED, 8):
+        by_row_checks.on_device(by_row)
 
 
 def _experts() -> None:
@@ -124,11 +126,6 @@ def _experts() -> None:
         tokens = min(case.problem.tokens, 70)
         few = replace(case, problem=replace(case.problem, tokens=tokens), tactic=tactics[n // 2])
         moe_checks.on_device(few, moe_checks.given_of(few))
-
-
-def _by_row() -> None:
-    for case in by_row_checks.fuzzed(SEED, 8):
-        by_row_checks.on_device(case)
 
 
 def _shared_expert() -> None:
@@ -278,9 +275,8 @@ GROUPS = {
     "fp8_block": Group(_gemms("fp8_block"), ("sm90_gemm_fp8_block",)),
     "grouped": Group(_grouped, ("sm90_gemm_grouped",)),
     "grouped in FP8": Group(_grouped_fp8, ("sm90_gemm_grouped_fp8", "simt_quantise_fp8")),
-    "w4a16": Group(_w4a16, w4a16_checks.KERNELS),
+    "w4a16, experts by row": Group(_w4a16, (*w4a16_checks.KERNELS, "sm90_moe_by_row")),
     "experts": Group(_experts, ("sm90_moe_nvfp4", "simt_moe_rows")),
-    "experts by row": Group(_by_row, ("sm90_moe_by_row", "sm90_gemm_w4a16")),
     "shared expert": Group(
         _shared_expert, ("sm90_moe_nvfp4", "sm90_gemm_fp8_block", "simt_quantise_fp8")
     ),
