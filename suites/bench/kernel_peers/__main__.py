@@ -248,10 +248,12 @@ def origin_here() -> str:
 
 
 def join(options: Any) -> int:
-    """Put the rows of several runs together; write them, or into the page."""
-    rows = report.joined(report.read(path) for path in options.join)
+    """Put the rows of several runs together; write them, or into the page and its records."""
+    kept = options.page.with_suffix(".json") if options.page else None
+    earlier = [kept] if kept is not None and kept.exists() else []
+    rows = report.joined(report.read(path) for path in (*earlier, *options.join))
     text = report.markdown(rows, TITLES)
-    if options.page:
+    if kept is not None:
         page = options.page.read_text(encoding="utf-8")
         if f"<!-- figures: {SECTION} -->" not in page:
             raise InvalidArgument(
@@ -259,6 +261,7 @@ def join(options: Any) -> int:
                 f"the line <!-- figures: {SECTION} -->", "Restore the marker.",
             )  # fmt: skip
         options.page.write_text(replaced(page, SECTION, text), encoding="utf-8")
+        kept.write_text(report.records_text(rows), encoding="utf-8")
     else:
         _say(text)
     _say(report.wins(rows))

@@ -46,6 +46,12 @@ def joined(documents: Iterable[Mapping[str, Any]]) -> list[Record]:
     return list(rows.values())
 
 
+def records_text(rows: Iterable[Record]) -> str:
+    """Return a document of the rows, a line each."""
+    lines = ",\n".join(json.dumps(record) for record in rows)
+    return f'{{"rows": [\n{lines}\n]}}\n'
+
+
 def speeds(rows: Iterable[Record]) -> dict[str, dict[str, Any]]:
     """Return what the history keeps of each row: the ratio to the fastest peer."""
     return {
@@ -117,9 +123,15 @@ def _which(names: Sequence[str], rows: Sequence[Record]) -> str:
     return "every row" if len(names) == len(rows) > 1 else "; ".join(names)
 
 
-def origins(rows: Iterable[Record]) -> list[str]:
-    """Return date, machine and versions of the runs that measured the rows."""
-    return list(dict.fromkeys(record["origin"] for record in rows if "origin" in record))
+def origins(rows: Sequence[Record]) -> list[str]:
+    """Return date, machine and versions of the runs that measured the rows; of several, which."""
+    found: dict[str, list[str]] = {}
+    for record in rows:
+        if "origin" in record:
+            found.setdefault(record["origin"], []).append(record["row"])
+    if len(found) < 2:
+        return list(found)
+    return [f"{origin} ({'; '.join(names)})" for origin, names in found.items()]
 
 
 def markdown(rows: Sequence[Record], titles: Mapping[str, str]) -> str:

@@ -667,6 +667,20 @@ def test_several_runs_are_joined_into_the_page(
     assert text.count("| one |") == 2
     assert "Not measured: w4a16" in text
     assert "2 of 2 rows reach what is wanted; in 0 a peer is faster" in capsys.readouterr().out
+    # The rows are kept beside the page: a later run of one group leaves the other as it stands.
+    first = tmp_path / "fp8" / "kernels.json"
+    record = json.loads(first.read_text())
+    record["rows"][0]["origin"] = "another day"
+    first.write_text(json.dumps(record))
+    assert command.main(["--join", files[0], "--page", str(page)]) == EXIT_AGREES
+    later = page.read_text()
+    assert later.count("another day") == 1
+    assert later.partition("**BF16")[2] == text.partition("**BF16")[2]
+    # Of rows measured apart the page says which run had which.
+    record["rows"] = [{**record["rows"][0], "row": "two", "origin": "a third day"}]
+    first.write_text(json.dumps(record))
+    assert command.main(["--join", files[0], "--page", str(page)]) == EXIT_AGREES
+    assert "- another day (one)\n- a third day (two)\n" in page.read_text()
     page.write_text("nothing")
     assert command.main(["--join", *files, "--page", str(page)]) == EXIT_REFUSED
     assert page.read_text() == "nothing"
