@@ -3,15 +3,15 @@
 Everything outside the call stays on the CPU, but for the budgets of products, which read as many
 weights: judging, captures and reports see no device. Held weights stay on the device after the
 first use. Of streamed ones each tensor is moved when it is read, and the last ones are kept, since
-a budget reads what its component has read; what is announced next sets out meanwhile. What a kernel
-writes into its inputs on the device is copied back, so that a recorder sees it.
+a budget reads what its component has read. What a kernel writes into its inputs on the device is
+copied back, so that a recorder sees it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ import torch
 from degarble.harness.base.errors import InvalidArgument, MissingDevice
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.weight import Weight
-from degarble.harness.inference.weights import HeldWeight, StreamedWeights
+from degarble.harness.inference.weights import HeldWeight
 from degarble.references.binding import CallWrapper
 
 if TYPE_CHECKING:
@@ -43,14 +43,12 @@ _FIELDS = (
     "value", "codes", "block_scale", "tensor_scale", "input_scale", "zero_point", "group_index",
     "channel_scale",
 )  # fmt: skip
-_SMALL = 1 << 20  # bytes of a tensor that is moved as it is
-_COUNTED = 1 << 16  # bytes that a kept tensor counts as at least
+_SMALL = 1 << 20  # bytes of a tensor that is moved as it is, and not kept
 _KEPT_SHARE = 8  # of the GPU's memory one part holds streamed weights
 _KEPT_ON_CPU = 1 << 28
 _STAGED = 1 << 22  # bytes that one thread copies at once
 _STAGES = 16
 _COPYING = 8  # threads
-_AHEAD = 1 << 26  # bytes of weights that set out before they are asked for
 
 
 class GpuLost(BaseException):
@@ -117,9 +115,7 @@ def run_on_device(bound: BoundModel, device: str) -> None:
 
 def wrap_calls(bound: BoundModel, device: torch.device) -> None:
     """Wrap every call of a model, whatever the device."""
-    streamed = bound.weights if isinstance(bound.weights, StreamedWeights) else None
-    recent = _Recent(device, streamed)
-    place = partial(_DeviceWeights, device=device, held=WeakKeyDictionary(), recent=recent)
+    place = partial(_DeviceWeights, device=device, held=WeakKeyDictionary(), recent=_Recent(device))
     bound.placed = place
     for name, call in list(bound.calls.items()):
         bound.calls[name] = _DeviceCall(call, device, place)
@@ -221,76 +217,30 @@ class _MovedWeight(Weight):
 # own copy of such memory is that of one thread, and slower than a file in the page cache is read.
 
 
-class _Copy(NamedTuple):
-    """A copy of a tensor on a device, and those of its parts that threads may still be copying."""
-
-    source: Tensor  # kept as well: no other tensor can have its memory meanwhile
-    made: Tensor
-    parts: list[Future[None]]
-
-    @property
-    def counted(self) -> int:
-        """Return the bytes that it counts as: small ones are kept, but not without end."""
-        return max(_COUNTED, self.made.nbytes)
-
-    @property
-    def is_done(self) -> bool:
-        """Tell whether no thread copies any more."""
-        return all(part.done() for part in self.parts)
-
-    def whole(self) -> Tensor:
-        """Return the copy; it is whole for what follows on the stream on which it began."""
-        while self.parts:
-            self.parts.pop().result()
-        return self.made
-
-
 class _Recent:
-    """The tensors that were moved last, by the memory that they were copied from.
+    """The tensors that were moved last, by the memory that they were copied from."""
 
-    Where weights are streamed, those that are announced next are begun as well.
-    """
-
-    def __init__(self, device: torch.device, streamed: StreamedWeights | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streamed = streamed
-        self._held: OrderedDict[tuple[Any, ...], _Copy] = OrderedDict()
-        self._ahead: list[_Copy] = []  # begun before they were asked for, and perhaps not done
+        self._held: OrderedDict[tuple[Any, ...], tuple[Tensor, Tensor]] = OrderedDict()
         self._bytes = 0
 
     def moved(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device."""
-        if tensor.device == self._device:
-            return tensor
-        copy = self._begun(tensor)
-        if tensor.nbytes >= _SMALL:
-            self._set_out()
-        return copy.whole()
-
-    def _set_out(self) -> None:
-        """Begin to copy the weights that are announced next."""
-        self._ahead = [copy for copy in self._ahead if not copy.is_done]
-        left = _AHEAD - sum(copy.made.nbytes for copy in self._ahead)
-        if self._streamed is None or left <= 0:
-            return
-        for weight in self._streamed.coming(left):
-            for name in _FIELDS:
-                tensor = getattr(weight, name)
-                # A small one waits for launches, so that it is moved when it is asked for.
-                if tensor is not None and tensor.nbytes >= _SMALL:
-                    self._ahead.append(self._begun(tensor))
-
-    def _begun(self, tensor: Tensor) -> _Copy:
+        if tensor.nbytes < _SMALL or tensor.device == self._device:
+            return tensor.to(self._device)
+        # The source is kept as well: no other tensor can have its memory meanwhile.
         version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
         key = (tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride())
         if key in self._held:
             self._held.move_to_end(key)
-            return self._held[key]
-        copy = self._held[key] = _begun(tensor, self._device)
-        self._bytes += copy.counted
+            return self._held[key][1]
+        made = _copied(tensor, self._device)
+        self._held[key] = tensor, made
+        self._bytes += made.nbytes
         while self._bytes > self._most and self._held:
-            self._bytes -= self._held.popitem(last=False)[1].counted
-        return copy
+            self._bytes -= self._held.popitem(last=False)[1][1].nbytes
+        return made
 
     @property
     def _most(self) -> int:
@@ -299,11 +249,10 @@ class _Recent:
         return torch.cuda.get_device_properties(self._device).total_memory // _KEPT_SHARE
 
 
-def _begun(tensor: Tensor, device: torch.device) -> _Copy:
-    """Begin to copy a tensor to a device, on the current stream."""
-    away = device.type == CUDA and tensor.device.type == CPU
-    if tensor.nbytes < _SMALL or not away or not tensor.is_contiguous():
-        return _Copy(tensor, tensor.to(device), [])
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; the copy is whole for what follows on the current stream."""
+    if device.type != CUDA or not tensor.is_contiguous() or tensor.device.type != CPU:
+        return tensor.to(device)
     made = torch.empty_like(tensor, device=device)
     source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor, made))
     staging, stream = _staging(), torch.cuda.current_stream(device)
@@ -312,7 +261,9 @@ def _begun(tensor: Tensor, device: torch.device) -> _Copy:
                             target[begin : begin + _STAGED], stream)
         for begin in range(0, len(source), _STAGED)
     ]  # fmt: skip
-    return _Copy(tensor, made, copies)
+    for each in copies:
+        each.result()
+    return made
 
 
 class _Staging(NamedTuple):

@@ -112,7 +112,6 @@ class StreamedWeights(Mapping[str, Weight]):
         self._names = checkpoint.names.present
         self._expected: deque[str] = deque()
         self._requested: dict[str, int] = {}  # bytes asked of the disk and not used yet
-        self._shown: set[str] = set()  # of these, what `coming` has yielded
         self._files: dict[Path, int] = {}
         self._handed_out = 0
         self._since: set[str] = set()  # what was handed out: read again, it lies in memory
@@ -159,20 +158,6 @@ class StreamedWeights(Mapping[str, Weight]):
         self._requested = {name: self._requested[name] for name in kept}
         self._expected = deque(name for name in coming if name not in kept)
         self._request()
-
-    def coming(self, most: int) -> Iterator[Weight]:
-        """Yield, once each, the announced weights that come next, up to about so many bytes.
-
-        They do not count as read.
-        """
-        self._shown &= self._requested.keys()
-        for name, size in list(self._requested.items()):
-            if most <= 0:
-                return
-            most -= size
-            if name not in self._shown:
-                self._shown.add(name)
-                yield self._stored(name).weight()
 
     def close(self) -> None:
         """Close files and release memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -276,13 +275,12 @@ def test_what_was_moved_is_kept_until_there_is_too_much_or_it_was_changed(
 ) -> None:
     moved: list[torch.Tensor] = []
 
-    def begun(tensor: torch.Tensor, _device: torch.device) -> devices._Copy:
+    def copied(tensor: torch.Tensor, _device: torch.device) -> torch.Tensor:
         moved.append(tensor)
-        return devices._Copy(tensor, tensor.clone(), [])
+        return tensor.clone()
 
-    monkeypatch.setattr(devices, "_begun", begun)
+    monkeypatch.setattr(devices, "_copied", copied)
     monkeypatch.setattr(devices, "_SMALL", 0)
-    monkeypatch.setattr(devices, "_COUNTED", 0)
     monkeypatch.setattr(devices, "_KEPT_ON_CPU", 100)
     recent = devices._Recent(torch.device("cpu:0"))
     first, second = torch.arange(10), torch.arange(10)
@@ -295,48 +293,6 @@ def test_what_was_moved_is_kept_until_there_is_too_much_or_it_was_changed(
     assert len(moved) == 4, "the first one had to go"
 
 
-def test_streamed_weights_set_out_before_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A copy that is made when it is waited for stands for threads that copy meanwhile."""
-    flying: dict[int, int] = {}  # copies that were begun, with the number of those waited for
-    waited, early = 0, 0
-
-    def begun(tensor: torch.Tensor, _device: torch.device) -> devices._Copy:
-        copy = devices._Copy(tensor, torch.zeros_like(tensor), [Future()])
-        flying[copy.made.data_ptr()] = waited
-        return copy
-
-    def whole(copy: devices._Copy) -> torch.Tensor:
-        nonlocal waited, early
-        if copy.parts:
-            early += flying[copy.made.data_ptr()] < waited
-            waited += 1
-            copy.parts.pop().set_result(None)
-            copy.made.copy_(copy.source)
-        return copy.made
-
-    source = write_speaker(tmp_path / "model", "v4", "nvfp4-full")
-    with open_model(source, held_values=0) as model:
-        expected = InMemoryRun.from_prompts(model.logits_model.bound, PROMPTS).logits
-    monkeypatch.setattr(devices, "_begun", begun)
-    monkeypatch.setattr(devices._Copy, "whole", whole)
-    monkeypatch.setattr(devices, "_SMALL", 1)
-    with open_model(source, held_values=0) as model:
-        bound = model.logits_model.bound
-        devices.wrap_calls(bound, torch.device("cpu:0"))
-        assert model.streamed is not None
-        made = InMemoryRun.from_prompts(bound, PROMPTS).logits
-        one = next(iter(model.streamed))
-        read = model.streamed.read
-        model.streamed.expect([one])
-        assert len(list(model.streamed.coming(1))) == 1
-        assert not list(model.streamed.coming(1)), "each is yielded once"
-        assert model.streamed.read == read, "what was not read does not count"
-    assert all(map(torch.equal, made, expected))
-    assert early > 0.9 * waited
-
-
 @pytest.mark.gpu
 def test_a_copy_through_pinned_pages_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_STAGED", 1 << 16)
@@ -344,7 +300,7 @@ def test_a_copy_through_pinned_pages_is_whole(monkeypatch: pytest.MonkeyPatch) -
     for count in (1, 1 << 16, (5 << 20) + 3):
         tensor = torch.randint(256, (count,), dtype=torch.uint8)
         with torch.inference_mode():
-            made = devices._begun(tensor, torch.device("cuda")).whole()
+            made = devices._copied(tensor, torch.device("cuda"))
         assert torch.equal(made.cpu(), tensor)
     devices._staging.cache_clear()
 
