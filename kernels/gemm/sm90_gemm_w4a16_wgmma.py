@@ -166,9 +166,7 @@ def ask_early(
     first, steps = run
     for number in cutlass.range(Int32(0), cutlass.min(steps, form.stages), unroll=1):
         step = first + number
-        # Trap: the DSL elects a lane for a copy, but not for a prefetch.
-        with cute.arch.elect_one():
-            cute.prefetch(feedings.codes.atom, feedings.codes.source[None, Int32(place.tile), step])
+        cute.prefetch(feedings.codes.atom, feedings.codes.source[None, Int32(place.tile), step])
         if cutlass.const_expr(not form.ragged):  # noqa: SIM102  the first is settled when traced
             if number % facts.STEPS_OF_CHUNK == 0:
                 copy_scales(views, place, step // facts.STEPS_OF_CHUNK, Uint32(0), None, form)
