@@ -211,8 +211,8 @@ def _few(operands: OperandFormat) -> tuple[GemmTactic, ...]:
     """Return the tactics of up to 128 rows: threads write D themselves, B is asked for early.
 
     N of 7168 is 112 tiles of 64; narrow ones take tiles of 32 from 33 rows on, so that more
-    processors have work. From 17 rows on thread blocks share A, because all of its reads from L2
-    would be as many bytes as those of B.
+    processors have work. In clusters of four thread blocks share A, because all of its reads from
+    L2 would be as many bytes as those of B.
     """
     inner = 128 * 8 // operands.code_bits  # rows of 128 bytes
     of = partial(GemmTactic, inner=inner, most_stages=MOST_OF_FEW, direct=True)

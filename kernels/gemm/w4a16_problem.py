@@ -234,7 +234,7 @@ class W4A16ByRowForm(W4A16Form):
 
     def __post_init__(self) -> None:
         assert self.groups == self.ranks == 1, self
-        # With fewer slots a scale could be overwritten before it is read: see `ask_rounds`.
+        # With fewer slots a scale could be overwritten before it is read: see `ask`.
         assert self.stages < SCALE_SLOTS, self
 
     @property

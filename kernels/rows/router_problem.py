@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LANES = 32
 WARPS = 8  # of a thread block: a token each, or all on one
-FEW_TOKENS = 64  # up to so many have a thread block each: a warp alone computes 8 scores in turn
+FEW_TOKENS = 64  # up to so many have a thread block each; a choice, of which one token was timed
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
 SLOT_STEP = 4

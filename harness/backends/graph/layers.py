@@ -227,7 +227,7 @@ class V4Steps(DecoderSteps):
         positions, groups = self.lanes.positions, w.wo_a
         if isinstance(groups, CodedGroups):
             return coded_product(self.kernels, groups, out, (table, positions))
-        if groups.dense or self.by_gemv(groups.weight.shape[1]):
+        if groups.dense or self.takes_gemv(groups.weight.shape[1]):
             back = InverseRopeProblem(lanes, heads, len(table))
             (turned,) = self.kernels.run(
                 "simt_inverse_rope", back, heads=out, turns=table, positions=positions

@@ -336,17 +336,17 @@ class DecoderSteps(ABC):
 
     def multiply(self, matrix: Matrix, x: Tensor) -> Tensor:
         """Multiply rows by a matrix, NVFP4 as the graph was built to."""
-        if matrix.kernel.kernel == BF16 and self.by_gemv(x.shape[1]):
+        if matrix.kernel.kernel == BF16 and self.takes_gemv(x.shape[1]):
             return by_gemv(self.kernels, matrix.operands["b"], x, "bf16")
         return multiply(self.kernels, matrix, x, self.few)
 
-    def by_gemv(self, inner: int) -> bool:
+    def takes_gemv(self, inner: int) -> bool:
         """Tell whether BF16 rows of so many values are multiplied by the GEMV."""
         return self.by_row and inner <= inner_held(1)
 
     def dense(self, weight: Tensor, x: Tensor, groups: int = 1) -> Tensor:
         """Multiply BF16 rows by a BF16 weight; by the GEMV also groups each by its own."""
-        if self.by_gemv(weight.shape[1]):
+        if self.takes_gemv(weight.shape[1]):
             return by_gemv(self.kernels, weight, x, "bf16", groups)
         return dense_product(self.kernels, weight, x)
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 F64, I64 = np.float64, np.int64
-LONGEST = 128  # columns of a run; numpy divides longer ones
 _FLOAT64_BITS, _FLOAT64_BIAS = 52, 1023
 _LANES = 8  # of a pairwise sum
 

@@ -274,6 +274,7 @@ def _most_alike(digests: Tensor) -> int:
 
 def _four_norm(rows: Tensor) -> Tensor:
     """Return (sum of x^4)^(1/4) of every row, scaled so that nothing overflows."""
+    rows = rows.detach()  # what is written into a buffer has no gradient
     if not _leaves_cache(rows):
         return _four_norm_of(rows)
     flat = rows.reshape(-1, rows.shape[-1])

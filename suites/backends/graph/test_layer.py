@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from degarble.harness.backends.graph.matrices import (
     for_few_rows,
     groups_of,
 )
-from degarble.harness.backends.graph.steps import PAGE, MemorySize, tables_of
+from degarble.harness.backends.graph.steps import PAGE, DecoderSteps, MemorySize, tables_of
 from degarble.harness.backends.graph.weights import AttentionWeights, V4Layout
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt, UnknownName
 from degarble.harness.inference.model import OpenModel, open_model
@@ -146,6 +147,42 @@ def test_few_rows_are_few_and_have_normal_factors(opened: OpenModel) -> None:
         for_few_rows(matrix, "wo")
     plain = Matrix(LinearKernel("sm90_gemm_bf16", GemmProblem(1, 16, 32)), {})
     assert for_few_rows(plain, "wo") is plain
+
+
+def test_caches_are_written_aside_and_meet_before_attention(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins have no second stream: what a GPU would order is noted."""
+    noted: list[tuple[str, bool]] = []
+    inside = [False]
+
+    @contextmanager
+    def aside(_self: DecoderSteps) -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    monkeypatch.setattr(DecoderSteps, "aside", aside)
+    monkeypatch.setattr(DecoderSteps, "meet", lambda _self: noted.append(("meet", inside[0])))
+    by_steps(opened, lambda kernel, *_: noted.append((kernel, inside[0])))
+    writers = {"simt_kv_write", "simt_compressor", "simt_indexer_topk", "sm90_indexer_scores"}
+    assert all(is_aside for kernel, is_aside in noted if kernel in writers)
+    assert not any(is_aside for kernel, is_aside in noted if kernel not in {*writers, *BESIDE})
+    names = [kernel for kernel, _ in noted]
+    attends = [at for at, name in enumerate(names) if name == "sm90_sparse_attention"]
+    begins = [-1, *attends]
+    for first, last in zip(begins, attends, strict=False):
+        part = noted[first + 1 : last]
+        met = next(at for at, (name, _) in enumerate(part) if name == "meet")
+        assert any(is_aside for _, is_aside in part[:met])
+        assert not any(is_aside for _, is_aside in part[met:])
+
+
+# Launched on either stream.
+BESIDE = {
+    "simt_slots", "simt_indexer_operand", "simt_gemv_bf16", "sm90_gemm_bf16", "sm90_gemm_nvfp4",
+    "sm90_gemm_grouped", "simt_quantise_nvfp4", "simt_scale",
+}  # fmt: skip
 
 
 def test_one_row_walks_a_matrix_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,8 +260,12 @@ def join(options: Any) -> int:
                 str(options.page), "no section of figures",
                 f"the line <!-- figures: {SECTION} -->", "Restore the marker.",
             )  # fmt: skip
-        options.page.write_text(replaced(page, SECTION, text), encoding="utf-8")
-        kept.write_text(report.records_text(rows), encoding="utf-8")
+        texts = {kept: report.records_text(rows), options.page: replaced(page, SECTION, text)}
+        drafts = {path.with_name(f"{path.name}.draft"): path for path in texts}
+        for draft, path in drafts.items():
+            draft.write_text(texts[path], encoding="utf-8")
+        for draft, path in drafts.items():
+            draft.replace(path)
     else:
         _say(text)
     _say(report.wins(rows))

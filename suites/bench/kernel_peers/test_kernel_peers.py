@@ -670,17 +670,24 @@ def test_several_runs_are_joined_into_the_page(
     # The rows are kept beside the page: a later run of one group leaves the other as it stands.
     first = tmp_path / "fp8" / "kernels.json"
     record = json.loads(first.read_text())
-    record["rows"][0]["origin"] = "another day"
+    record["rows"][0]["origin"] = "9999-01-01, another day"
     first.write_text(json.dumps(record))
     assert command.main(["--join", files[0], "--page", str(page)]) == EXIT_AGREES
     later = page.read_text()
     assert later.count("another day") == 1
+    # Neither an older run nor one in which ours failed takes its place.
+    row = record["rows"][0]
+    failed = {**row, "arms": {**row["arms"], "degarble": {"reason": "broke"}}}
+    for other in ({**row, "origin": "2000-01-01, long ago"}, failed):
+        first.write_text(json.dumps({**record, "rows": [other]}))
+        assert command.main(["--join", files[0], "--page", str(page)]) == EXIT_AGREES
+        assert page.read_text() == later
     assert later.partition("**BF16")[2] == text.partition("**BF16")[2]
     # Of rows measured apart the page says which run had which.
-    record["rows"] = [{**record["rows"][0], "row": "two", "origin": "a third day"}]
+    record["rows"] = [{**row, "row": "two", "origin": "a third day"}]
     first.write_text(json.dumps(record))
     assert command.main(["--join", files[0], "--page", str(page)]) == EXIT_AGREES
-    assert "- another day (one)\n- a third day (two)\n" in page.read_text()
+    assert "- 9999-01-01, another day (one)\n- a third day (two)\n" in page.read_text()
     page.write_text("nothing")
     assert command.main(["--join", *files, "--page", str(page)]) == EXIT_REFUSED
     assert page.read_text() == "nothing"

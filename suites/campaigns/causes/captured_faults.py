@@ -1,6 +1,6 @@
 """Plant random faults into captured runs, of kernels or an engine, and count what is said of them.
 
-    python -m degarble.suites.campaigns.causes.captured_faults --captures DIR [--count N] [--table]
+    python -m degarble.suites.campaigns.causes.captured_faults --captures DIR [--models DIR]
 
 DIR holds one capture for each small model of `references/tiny/v1`, by its name: `v4`, `v32`; or of
 quantised copies of them, in the folder that --models names.
