@@ -322,7 +322,7 @@ def gemv_cases() -> list[GemvCase]:
     cases += [GemvCase(GemvProblem(m, 5000, 4096), "rows", m) for m in range(1, 9)]
     cases.append(GemvCase(GemvProblem(8, 3000, 14_336), "rows"))
     of_groups = ((1, 1024, 4096, 8), (4, 512, 128, 128), (3, 77, 264, 5), (2, 1, 8, 300))
-    cases += [GemvCase(GemvProblem(*extents, "bf16", g), "rows") for *extents, g in of_groups]
+    cases += [GemvCase(GemvProblem(m, n, k, "bf16", g), "rows") for m, n, k, g in of_groups]
     return cases
 
 

@@ -108,10 +108,10 @@ def _code(target: str) -> Iterator[MachineCode]:
             yield _norm_code(NormProblem(1, columns, 1e-6, weight, layout, keeps_values), target)
     for name, routed in ROUTERS.items():
         many = replace(routed, tokens=router_problem.FEW_TOKENS + 1)
-        forms = {router_problem.choose_form(each, target) for each in (routed, many)}
-        for form in sorted(forms, key=str):
-            slow = name not in {"V4-Pro", "V3.2"} or not form.few
-            yield MachineCode("simt_router", form, 64, slow=slow)
+        routers = {router_problem.choose_form(each, target) for each in (routed, many)}
+        for router_form in sorted(routers, key=str):
+            slow = name not in {"V4-Pro", "V3.2"} or not router_form.few
+            yield MachineCode("simt_router", router_form, 64, slow=slow)
 
 
 def _norm_code(norm: NormProblem, target: str) -> MachineCode:
