@@ -289,12 +289,15 @@ def test_ctrl_c_ends_a_batch_at_once() -> None:
     limits = RequestLimits(rate=1e6, request_seconds=HANG_SECONDS, seconds=2 * HANG_SECONDS)
     with answering(waiting) as url:
         client = Client(url, None, limits)
+        # A shell that starts a command in the background may have it ignore the signal.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             with pytest.raises(KeyboardInterrupt):
                 client.together([Call("/v1/models")] * 3)
             still = not ended.is_set()
         finally:
             ended.set()
+            signal.signal(signal.SIGINT, before)
         with pytest.raises(LimitReached, match="interrupted"):
             client.ask("/v1/models")
     assert still
