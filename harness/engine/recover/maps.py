@@ -272,6 +272,8 @@ def _gains(sides: Sides) -> OutputMap | None:
     if not bool(((factors - mean).abs() <= slack)[wrong].all()):
         return None
     mean = simplest(mean, FACTOR_ERRORS / float(along[wrong].sum().sqrt()))
+    if mean < 0 and not bool((sides.right[:, wrong] > 0).any()):
+        return None  # numbers without their sign would be the same
     own = torch.where(wrong, mean, 1.0)
     columns = wrong.nonzero().flatten()
     begin, end = int(columns[0]), int(columns[-1])

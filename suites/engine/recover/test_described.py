@@ -255,6 +255,18 @@ def test_a_map_that_misses_one_number_is_none() -> None:
     assert not list(maps_of(Sides("out", seen, right, allowed)))
 
 
+def test_a_sign_that_is_lost_is_no_factor_of_the_negative_columns() -> None:
+    right = torch.randn(3, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    allowed = torch.full_like(right, 1e-9)
+    one_row = Sides("out", right[:1].abs(), right[:1], allowed[:1])
+    words = [found.words for found in maps_of(one_row)]
+    assert "signs are lost" in words
+    assert not any("multiplied" in each for each in words)
+    turned = torch.where(torch.arange(24) < 7, -right, right)
+    words = [found.words for found in maps_of(Sides("out", turned, right, allowed))]
+    assert words == ["columns 0 to 6 are multiplied by -1.000"]
+
+
 def test_a_table_of_places_is_no_rule() -> None:
     own = torch.arange(16)
     assert moved(own.roll(3), "row") == "rows are rotated by 13"
