@@ -481,13 +481,13 @@ def load(ring: Any, feedings: Any, walk: Any, steps: Any) -> None:
 
 def fragments_of(mma: Any, sA: Any, sB: Any, mine: Any, columns: int) -> tuple[Any, ...]:
     """Return the instruction, a warpgroup's sums, its rows of A and all of B, by stage."""
-    a = fragment_of_rows(mma, sA, mine)
+    a = mma.make_fragment_A(mma.get_slice(0).partition_A(rows_of(sA, mine)))
     return mma, sums_of(mma, columns), a, mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
 
 
-def fragment_of_rows(mma: Any, sA: Any, mine: Any) -> Any:
-    """Return 64 rows of A, by stage."""
-    return mma.make_fragment_A(mma.get_slice(0).partition_A(rows_of(sA, mine)))
+def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
+    """Return the fragments of one stage."""
+    return a[None, None, None, stage], b[None, None, None, stage]
 
 
 def rows_of(shared: Any, mine: Any) -> Any:

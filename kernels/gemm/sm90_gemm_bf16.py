@@ -98,11 +98,11 @@ def multiply(ring: Any, state: Any, fragments: tuple[Any, Any, Any, Any], steps:
     mma, sums, a, b = fragments
     before = state.clone()
     ring.consumer_wait(state)
-    mainloop.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=True)
+    mainloop.multiply_stage(mma, sums, *mainloop.stage_of(a, b, state.index), begins=True)
     state.advance()
     for _ in cutlass.range(1, steps, unroll=1):
         ring.consumer_wait(state)
-        mainloop.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
+        mainloop.multiply_stage(mma, sums, *mainloop.stage_of(a, b, state.index), begins=False)
         state.advance()
         # One group may stay under way, so the stage before is no longer read.
         warpgroup.wait_group(1)
@@ -111,11 +111,6 @@ def multiply(ring: Any, state: Any, fragments: tuple[Any, Any, Any, Any], steps:
     warpgroup.wait_group(0)
     ring.consumer_release(before)
     return state
-
-
-def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
-    """Return the fragments of one stage."""
-    return a[None, None, None, stage], b[None, None, None, stage]
 
 
 def layouts(form: GemmForm) -> tuple[Any, Any]:

@@ -218,13 +218,15 @@ def multiply_few(
     before = state.clone()
     read_scales(read[0], scales, (rows, block), 0)
     ring.consumer_wait(state)
-    mainloop.multiply_stage(mma, sums[0], *stage_of(a, b, state.index), begins=True)
+    mainloop.multiply_stage(mma, sums[0], *mainloop.stage_of(a, b, state.index), begins=True)
     state.advance()
     for pair in cutlass.range((steps - 1) // 2, unroll=1):
         for i in cutlass.range_constexpr(2):
             read_scales(read[1 - i], scales, (rows, block), 2 * pair + i + 1)
             ring.consumer_wait(state)
-            mainloop.multiply_stage(mma, sums[1 - i], *stage_of(a, b, state.index), begins=True)
+            mainloop.multiply_stage(
+                mma, sums[1 - i], *mainloop.stage_of(a, b, state.index), begins=True
+            )
             state.advance()
             warpgroup.wait_group(1)
             ring.consumer_release(before)
@@ -233,7 +235,7 @@ def multiply_few(
     if steps % 2 == 0:
         read_scales(read[1], scales, (rows, block), steps - 1)
         ring.consumer_wait(state)
-        mainloop.multiply_stage(mma, sums[1], *stage_of(a, b, state.index), begins=True)
+        mainloop.multiply_stage(mma, sums[1], *mainloop.stage_of(a, b, state.index), begins=True)
         state.advance()
         warpgroup.wait_group(1)
         ring.consumer_release(before)
@@ -247,11 +249,6 @@ def multiply_few(
         ring.consumer_release(before)
         promote_few(total, sums[0], read[0], tactic)
     return state
-
-
-def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
-    """Return the fragments of one stage."""
-    return a[None, None, None, stage], b[None, None, None, stage]
 
 
 def read_scales(into: Any, scales: BlockScales, at: tuple[Any, Any], step: Any) -> None:

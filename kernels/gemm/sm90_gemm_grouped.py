@@ -178,7 +178,7 @@ def multiply(
     ring.consumer_wait(state)
     if cutlass.const_expr(form.turned and of_head == 1):
         turn_stage(heads, state.index, mine, form)
-    mainloop.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=True)
+    mainloop.multiply_stage(mma, sums, *mainloop.stage_of(a, b, state.index), begins=True)
     state.advance()
     for number in cutlass.range_constexpr(1, of_head):
         more = (heads, mine, number == of_head - 1)
@@ -206,17 +206,12 @@ def add_stage(
     ring.consumer_wait(state)
     if turned:
         turn_stage(heads, state.index, mine, form)
-    mainloop.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
+    mainloop.multiply_stage(mma, sums, *mainloop.stage_of(a, b, state.index), begins=False)
     state.advance()
     warpgroup.wait_group(1)
     ring.consumer_release(before)
     before.advance()
     return state, before
-
-
-def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
-    """Return the fragments of one stage."""
-    return a[None, None, None, stage], b[None, None, None, stage]
 
 
 def heads_of(sA: Any, mine: Any) -> HeadRows:

@@ -726,7 +726,7 @@ def by_row_kernel(
     let_follow()  # as above
     walk = walk_of(rows, division, form)
     rounds = ceil_div(columns, facts.ROUND)
-    if cutlass.const_expr(form.asks_early):  # noqa: SIM102  the first is settled when traced
+    if cutlass.const_expr(form.early):  # noqa: SIM102  the first is settled when traced
         if place.warp == form.warps:
             # A guess: an expert that is still being written costs a copy to L2, and nothing else
             # follows from it.

@@ -145,11 +145,6 @@ class W4A16Form:
         return False
 
     @property
-    def asks_early(self) -> bool:
-        """Return whether weights are prefetched before the previous launch has ended."""
-        return True
-
-    @property
     def parts(self) -> int:
         """Return the warps that share the outputs of a group, one part of K each."""
         return PARTS // self.ranks
@@ -241,11 +236,6 @@ class W4A16ByRowForm(W4A16Form):
     def by_row(self) -> bool:
         """Return whether each row multiplies the matrices of its own expert."""
         return True
-
-    @property
-    def asks_early(self) -> bool:
-        """Return whether weights are prefetched before the previous launch has ended."""
-        return self.early
 
     @property
     def ring_bytes(self) -> int:
