@@ -147,7 +147,7 @@ class GemmTactic:
     swapped: bool = False
     blocks: int = 1  # thread blocks of a processor at once, where one leaves it waiting
     most_stages: int = MOST_STAGES
-    asked_early: int = 0  # stages of B that L2 is asked for before the previous launch has ended
+    asked_early: int = 0  # stages of B prefetched to L2 before the previous launch has ended
     direct: bool = False
     columns_up_to: float = float("inf")  # the largest N for which the table chooses this tactic
 
@@ -208,7 +208,7 @@ NARROW = 4224  # columns of an H200's 132 processors in tiles of 32
 
 
 def _few(operands: OperandFormat) -> tuple[GemmTactic, ...]:
-    """Return the tactics of up to 128 rows: threads write D themselves, B is asked for early.
+    """Return the tactics of up to 128 rows: threads write D themselves, B is prefetched early.
 
     N of 7168 is 112 tiles of 64; narrow ones take tiles of 32 from 33 rows on, so that more
     processors have work. In clusters of four thread blocks share A, because all of its reads from
