@@ -21,6 +21,7 @@ from multiprocessing import (
     get_context,
     popen_forkserver,
     reduction,
+    resource_tracker,
     spawn,
     util,
 )
@@ -60,7 +61,7 @@ class _Popen(popen_forkserver.Popen):
                 reduction.dump(each, sent)
         finally:
             set_spawning_popen(None)
-        _forget_lost_server()
+        _ensure_server()
         self.sentinel, to_child = forkserver.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         kept = os.dup(to_child)  # the child ends when its other end is closed
         closing = util.close_fds  # type: ignore[attr-defined]
@@ -102,12 +103,18 @@ def _forget_server(server: Any) -> None:
 
 
 def begin_imports(imported: Sequence[str]) -> None:
-    """Start the process that forks workers, which imports these modules while the caller goes on.
+    """Start the process that forks workers: it imports these modules while the caller goes on."""
+    get_context("forkserver").set_forkserver_preload(list(imported))
+    _ensure_server()
+
+
+def _ensure_server() -> None:
+    """Start the process that forks workers if none runs.
 
     Ctrl-C in a terminal reaches it as well: it would print a traceback amid its imports, so it and
     its workers never see the signal.
     """
-    get_context("forkserver").set_forkserver_preload(list(imported))
+    resource_tracker.ensure_running()  # Trap: where it starts, it unblocks the signal
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited
     try:
         _forget_lost_server()

@@ -200,6 +200,48 @@ def test_a_script_without_a_guard_has_workers(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, _SAID), done.stderr
 
 
+_INTERRUPTED = """
+import math, os, signal, sys, threading, time
+from pathlib import Path
+from degarble.harness.checkpoint.write import workers
+
+Path("slow.py").write_text(sys.argv[2])
+sys.path.insert(0, "")
+signal.signal(signal.SIGINT, lambda *_: None)
+
+def interrupt():
+    while not Path("begun").exists():
+        time.sleep(0.01)
+    os.killpg(0, signal.SIGINT)
+    Path("sent").touch()
+
+threading.Thread(target=interrupt).start()
+workers._IMPORTED = "slow"
+if sys.argv[1] == "ahead":
+    workers.begin_imports(["slow"])
+print(sorted(workers.run_each(math.fabs, [0, 1], 2)), Path("ended").exists())
+"""
+_SLOW = """
+import time
+from pathlib import Path
+Path("begun").touch()
+while not Path("sent").exists():
+    time.sleep(0.01)
+Path("ended").touch()
+"""
+
+
+@pytest.mark.parametrize("start", ["ahead", "with the first worker"])
+def test_ctrl_c_never_reaches_the_imports_of_workers(tmp_path: Path, start: str) -> None:
+    """A terminal sends it to all processes of a command."""
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, start, _SLOW], capture_output=True, text=True,
+        cwd=tmp_path, start_new_session=True, timeout=HANG_SECONDS, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[(0, 0.0), (1, 1.0)] True\n"
+
+
 # --------------------------------------------------------------------------------------------------
 # Work on a Ray cluster: the same bytes, and what becomes of workers and machines that die.
 #
