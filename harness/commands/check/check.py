@@ -26,7 +26,7 @@ from degarble.harness.checkpoint.audit.structure.manifest_check import require_a
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY, conventions_in
-from degarble.harness.engine.diagnose.attribute import Shares, shares_of
+from degarble.harness.engine.diagnose.attribute import Shares, recorded_throughout, shares_of
 from degarble.harness.engine.diagnose.minimal_reproducer import shrunk
 from degarble.harness.engine.localise.localise import During, Localised, localise
 from degarble.harness.inference.devices import CPU, GpuLost, require_device, run_on_device
@@ -377,15 +377,21 @@ class CheckRun:
         coverage = Coverage.from_facts(self.capture.facts)
         origins = [_in_stretch(each, coverage) for each in _all_diagnosed(found)]
         shares = None
-        if origins and self.model.streamed is None:
-            run = found.run or self.capture
-            shares = shares_of(self.twin, run, found.origins[:ATTRIBUTED])
+        run, first = found.run or self.capture, found.origins[:ATTRIBUTED]
+        if origins and self.model.streamed is not None:
+            notes.append("Shares of the final difference need all weights in memory; left out.")
+        elif origins and not any(
+            recorded_throughout(run, each.context.component.name) for each in first
+        ):
+            notes.append(
+                "Shares of the final difference need all steps and rows of an origin; left out."
+            )
+        elif origins:
+            shares = shares_of(self.twin, run, first)
             origins = [
                 replace(origin, share=None if shares is None else shares.share_of(number))
                 for number, origin in enumerate(origins)
             ]
-        elif origins:
-            notes.append("Shares of the final difference need all weights in memory; left out.")
         if cases is not None:
             origins = [_with_case(origin, cases, n) for n, origin in enumerate(origins)]
         return CheckResult(

@@ -6,7 +6,7 @@ what should have. Choices and codes are replaced instead. The share of a set of 
 of the squared difference of the logits that disappears when they are injected. Origins are taken
 greedily, so several faults can be separated: an origin that explains nothing alone may explain
 the rest together with another, and this is reported. Runs that begin in the middle, or whose logits
-are not finite, have no shares.
+are not finite, have no shares; nor has an origin of which some steps or rows were not recorded.
 """
 
 from __future__ import annotations
@@ -101,6 +101,17 @@ def shares_of(
     return Shares((start / size) ** 0.5, tuple(alone), order, together)
 
 
+def recorded_throughout(run: RecordedRun, component: str) -> bool:
+    """Tell whether all rows of all steps of a component were recorded; the head may skip steps."""
+    calls = by_component(run).get(component, [])
+    steps = {call.step for call in calls}
+    return (component == _HEAD or all(step.number in steps for step in run.steps)) and all(
+        tensor.rows is None
+        for call in calls
+        for tensor in (*call.inputs.values(), *call.outputs.values())
+    )
+
+
 def _greedy(
     alone: Sequence[float | None], measure: Any
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -159,6 +170,8 @@ def _additions(
 ) -> tuple[str, Port, Additions] | None:
     """Return the error to inject in each step; None where nothing can be injected."""
     component = discrepancy.context.component
+    if not recorded_throughout(run, component.name):
+        return None
     found: Additions = {}
     wires = InputReconstruction(known, run)
     for call in by_component(run).get(component.name, []):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from degarble.harness.engine.diagnose.attribute import shares_of
+from degarble.harness.engine.diagnose.attribute import recorded_throughout, shares_of
 from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
@@ -80,3 +80,20 @@ def test_a_run_that_begins_in_the_middle_has_no_shares() -> None:
     found = localise(TWIN, RECIPE, run)
     run.steps[0] = replace(run.steps[0], positions=tuple(p + 5 for p in run.steps[0].positions))
     assert shares_of(TWIN, run, found.origins) is None
+
+
+def test_an_origin_that_was_recorded_in_part_has_no_share() -> None:
+    """Its error in the other rows and steps is not known: what is injected explains too little."""
+    name = "layers.0.attn.wo_b"
+    run = faulty_run(name)
+    (origin,) = localise(TWIN, RECIPE, run).origins
+    assert recorded_throughout(run, name)
+    number, call = next((n, each) for n, each in enumerate(run.calls) if each.component == name)
+    output = call.outputs["out"]._replace(rows=tuple(range(call.outputs["out"].shape[0])))
+    run.calls[number] = replace(call, outputs={"out": output})
+    partly = shares_of(TWIN, run, [origin])
+    assert partly is not None
+    assert partly.alone == (None,)
+    del run.calls[number]
+    assert not recorded_throughout(run, name)
+    assert shares_of(TWIN, run, [origin]) == partly
