@@ -229,6 +229,32 @@ def test_what_a_budget_kept_is_judged_and_what_it_left_out_is_said(
     assert words in fields["notes"][0]
     (page,) = (tmp_path / "report").glob("*.html")
     assert words in page.read_text()
+    assert fields["shares"] is None
+    assert any("Shares of the final difference" in note for note in fields["notes"]) == bool(faulty)
+
+
+def test_what_was_not_chosen_is_not_called_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fault is in a layer that was not captured."""
+    (tmp_path / "patch.py").write_text(
+        "def patch(candidate):\n"
+        "    own = candidate.components['layers.0.attn.q_norm']\n"
+        "    candidate.components['layers.0.attn.q_norm'] = (\n"
+        "        lambda *given: {'out': 1.1 * own(*given)['out']}\n"
+        "    )\n"
+    )
+    made = call(
+        capsys, "capture", write_speaker(tmp_path / "model"), "--out", tmp_path / "capture",
+        "--prompt", "w9 w7", "--patch", tmp_path / "patch.py", "--layers", "1",
+        "--components", "attn.w*", "--tokens", "0-1",
+    )  # fmt: skip
+    assert made.status == 0, made.err
+    done = call(capsys, "--json", "check", tmp_path / "capture")
+    assert done.status == 0, done.err
+    assert done.document["sentence"].startswith("Every component that was captured does what")
+    note = "Captured, and so judged, were only layers.1; attn.w*; tokens 0-1."
+    assert done.document["notes"] == [note]
 
 
 @pytest.mark.parametrize(

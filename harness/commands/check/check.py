@@ -456,10 +456,14 @@ _MOSTLY = 4  # components with weights, of which more than half differ
 
 
 def left_out_of(capture: Capture) -> str:
-    """Say what a budget left out of a capture, which is not judged; empty without one."""
+    """Say which part of a run was captured, and so judged; empty where it is all."""
     stated = capture.facts.get("budget")
     if not stated:
-        return ""
+        chosen = capture.facts.get("filters") or {}
+        parts = [", ".join(chosen.get(name) or ()) for name in ("layers", "components", "tokens")]
+        parts[2] = f"tokens {parts[2]}" if parts[2] else ""
+        parts = [each for each in parts if each]
+        return f"Captured, and so judged, were only {'; '.join(parts)}." if parts else ""
     blocks, tokens = (stated[f"{name}_left_out"] for name in ("layers", "tokens"))
     sides = (("layers", blocks), ("tokens", tokens))
     parts = [f"{word} {', '.join(side)}" for word, side in sides if side]

@@ -145,9 +145,16 @@ def replay_record(
 
 
 def page_sentence(
-    localised: Localised, origins: Sequence[DiagnosedOrigin], *, built_in: bool = False
+    localised: Localised,
+    origins: Sequence[DiagnosedOrigin],
+    *,
+    built_in: bool = False,
+    in_part: bool = False,
 ) -> str:
-    """Return the verdict in one sentence; `built_in`: only our own references computed the run."""
+    """Return the verdict in one sentence.
+
+    `built_in`: only our own references computed the run. `in_part`: not all of it was captured.
+    """
     if localised.unstable:
         return f"{localised.unstable[0]} gave two answers to the same question."
     if origins:
@@ -166,7 +173,7 @@ def page_sentence(
             return (
                 f"Built-in reference: no kernel was tested. {calls:,} outputs within their budgets."
             )
-        every = "Every component"
+        every = "Every component that was captured" if in_part else "Every component"
         if any(row.component.name.endswith(SPAN) for row in localised.rows):
             every = "Every component and stretch that was recorded"
         return f"{every} does what its twin does: {calls:,} outputs within their budgets."
@@ -383,8 +390,9 @@ def built_in(facts: Mapping[str, Any]) -> bool:
 
 def check_sentence(checked: CheckResult) -> str:
     """Return the verdict in one sentence."""
-    own = built_in(checked.capture.facts)
-    return page_sentence(checked.localised, checked.origins, built_in=own)
+    facts = checked.capture.facts
+    own, in_part = built_in(facts), any((facts.get("filters") or {}).values())
+    return page_sentence(checked.localised, checked.origins, built_in=own, in_part=in_part)
 
 
 def check_word(checked: CheckResult) -> str:

@@ -395,6 +395,8 @@ def test_close_looks_give_way_until_the_page_can_be_mailed(
 def test_a_healthy_an_unstable_and_an_unjudged_run() -> None:
     fine, sick = whole_story().healthy.localised, whole_story().sick
     assert page_sentence(fine, ()).startswith("Every component does what its twin does: ")
+    part = page_sentence(fine, (), in_part=True)
+    assert part.startswith("Every component that was captured does what its twin does: ")
     own = page_sentence(fine, (), built_in=True)
     assert own.startswith("Built-in reference: no kernel was tested. ")
     facts: dict[str, object] = {"backend": "torch"}
