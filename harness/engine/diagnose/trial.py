@@ -22,6 +22,7 @@ from degarble.harness.engine.faults.model_faults import facts_of
 from degarble.harness.engine.faults.regions import cancelled, extents, flat
 from degarble.harness.engine.faults.weight_faults import Decoding
 from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
+from degarble.harness.engine.localise.replay import STATE
 from degarble.harness.report.number_text import share
 from degarble.references.linears import activation_values
 
@@ -648,16 +649,18 @@ def _edge_proof(received: Tensors, passed: Tensors) -> VariantFit:
 #
 # The call that shows most is chosen, a window of its rows, and columns of each output. A window is
 # contiguous and begins at a multiple of its size, so that a fault that counts rows or tiles keeps
-# its pattern. Calls with sequences or memory are never cut. A sample only orders trials: a named
-# fault is proved on every row of every call.
+# its pattern. Calls with sequences or memory are never cut; to fit numbers, their beginning may do.
+# A sample only orders trials: a named fault is proved on every row of every call.
 #
 # Shape letters: T tokens, F columns.
 
 
 _EXPERTS = 3  # experts kept in a sample
 WINDOW = 64  # rows at most
+_BEGINNING = 128  # rows at least
 COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
 _FAINT = 0.01  # of an output's length: a few roundings of BF16
+_RAGGED = "token_offsets"
 _OUTSIDE = frozenset({"offsets", "state"})
 
 
@@ -757,6 +760,46 @@ def is_by_row(context: ComponentContext, record: CallRecord) -> bool:
 
 def _all(record: CallRecord) -> list[Tensor]:
     return [*record.inputs.values(), *record.outputs.values(), *record.expected.values()]
+
+
+def beginning(context: ComponentContext, record: CallRecord) -> CallRecord:
+    """Cut a call whose tokens see earlier ones to its first tokens, with some that differ.
+
+    They saw nothing that is left out, so what was done to all of a call shows in them as well.
+    """
+    offsets = record.inputs.get(_RAGGED)
+    if offsets is None or record.implied or not record.outputs:
+        return record
+    count = int(offsets[-1])
+    sides = [(out, record.expected.get(name)) for name, out in record.outputs.items()]
+    if any(right is None or out.shape != right.shape or len(out) != count for out, right in sides):
+        return record
+    unlike = sum(_element_distances(*side).reshape(count, -1).sum(1) for side in sides)
+    differing = torch.as_tensor(unlike).nonzero()
+    kept = max(_BEGINNING, int(differing[0, 0]) + WINDOW) if len(differing) else count
+    if 2 * kept > count:
+        return record
+
+    def part(side: Tensors) -> dict[str, Tensor]:
+        return {
+            name: tensor[:kept]
+            if tensor.ndim and len(tensor) == count and not name.startswith(STATE)
+            else tensor
+            for name, tensor in side.items()
+        }
+
+    inputs, outputs, expected = (part(side) for side in _sides(record))
+    inputs[_RAGGED] = torch.cat((offsets[offsets < kept], offsets.new_tensor([kept])))
+    cut = replace(
+        record, inputs=inputs, outputs=outputs, expected=expected, held=part(record.held), rows=(),
+        owners=record.owners[:kept], places=None,
+    )  # fmt: skip
+    try:
+        made = context.call(inputs, context.weights)
+    except CANNOT_RUN:
+        return record
+    # Of some components an output is as wide as the longest sequence.
+    return cut if _extents(made) == _extents(expected) else record
 
 
 def _window(record: CallRecord, size: int) -> CallRecord:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import CANNOT_RUN, DegarbleError
-from degarble.harness.engine.diagnose.trial import distance, make, sampled
+from degarble.harness.engine.diagnose.trial import beginning, distance, make, sampled
 from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     decoded,
@@ -85,7 +85,7 @@ class _Tried:
 
 def edits_of(context: ComponentContext, record: CallRecord) -> list[FaultVariant]:
     """Return the edits that leave little of the difference, the best and simplest first."""
-    sample = sampled(context, record)
+    sample = sampled(context, beginning(context, record))
     if not sample.before(distance):
         return []
     tried = []

@@ -6,19 +6,21 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
 from degarble.harness.engine.budget.rules import JudgeableCall
+from degarble.harness.engine.diagnose import trial
 from degarble.harness.engine.diagnose.overflow import beyond_float32
 from degarble.harness.engine.diagnose.trial import (
     CODES_UNLIKE,
     COLUMNS,
     WINDOW,
     _within_spacings,
+    beginning,
     calls_in,
     distance,
     explained,
@@ -328,6 +330,51 @@ def test_calls_with_sequences_are_not_cut() -> None:
     place = "layers.1.attn.compressor.pool"
     record = model.sights(place, None)[0]
     assert sampled(model.naming(place), record).record is record
+
+
+def _from_row(row: int, _inputs: object, outputs: Mapping[str, torch.Tensor]) -> Any:
+    made = outputs["out"].clone()
+    made[row:] *= 2
+    return {"out": made}
+
+
+@pytest.mark.parametrize(
+    ("family", "place"), [("v4", f"layers.{n}.attn.attend") for n in range(3)]
+    + [("v32", "layers.1.attn.attend")],
+)  # fmt: skip
+def test_the_first_tokens_stand_for_a_call_whose_tokens_see_earlier_ones(
+    family: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_BEGINNING", 16)
+    model = double(family, "bf16")
+    context = model.naming(place)
+    for call in range(2):
+        early = FaultVariant("early", with_outputs(partial(_from_row, 2)))
+        record = model.sights(place, early)[call]
+        cut = beginning(context, record)
+        if call:  # one token of each sequence
+            assert cut is record
+            continue
+        count = WINDOW + 2
+        offsets = cut.inputs["token_offsets"]
+        assert (offsets.tolist(), len(cut.outputs["out"])) == ([0, count], count)
+        made = context.call(cut.inputs, context.weights)["out"]
+        assert torch.allclose(made.double(), record.expected["out"][:count].double(), atol=1e-6)
+        assert torch.equal(cut.expected["out"], record.expected["out"][:count])
+    late = FaultVariant("late", with_outputs(partial(_from_row, 100)))
+    record = model.sights(place, late)[0]
+    assert beginning(context, record) is record, "no row that differs would be left"
+
+
+def test_calls_whose_outputs_are_as_wide_as_a_sequence_keep_all_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trial, "_BEGINNING", 16)
+    model = double("v4", "bf16")
+    place = "layers.1.attn.indexer.scores"
+    early = FaultVariant("early", with_outputs(partial(_from_row, 2)))
+    record = model.sights(place, early)[0]
+    assert beginning(model.naming(place), record) is record
 
 
 def test_wide_outputs_are_looked_at_in_few_columns() -> None:
