@@ -22,7 +22,7 @@ from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.options import CaptureFilter as Filter
 from degarble.harness.capture.recorded_tensors import Coverage
 from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
-from degarble.harness.checkpoint.audit.structure.manifest_check import require_as_written
+from degarble.harness.checkpoint.audit.structure.manifest_check import ReferenceHashes
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY, conventions_in
@@ -257,7 +257,8 @@ class CheckRun:
 
     def __init__(self, settings: CheckSettings, *, verify: bool = True) -> None:
         self.settings = settings
-        self._verifying, self._verified = verify, False  # the reference, against its manifest
+        self._verifying = verify  # the reference, against its manifest
+        self._hashes: ReferenceHashes | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -308,12 +309,21 @@ class CheckRun:
         run_on_device(self.reference, wanted.device)
 
     def _verify(self, reference: OpenModel) -> None:
-        """Raise if the reference does not match its manifest."""
-        if not self._verifying or self.settings.reference is None:
-            return
-        self._verified = require_as_written(
-            reference.checkpoint, usable_workers(), lambda _nbytes: None
-        )
+        """Begin to compare the reference with its manifest, which goes on while a run is judged."""
+        if self._verifying and self.settings.reference is not None:
+            hashes = ReferenceHashes(reference.checkpoint, usable_workers())
+            self._hashes = self._open.enter_context(hashes)
+
+    def require_verified(self) -> bool:
+        """Wait until the reference is verified; raise if it does not match its manifest."""
+        return self._hashes is not None and self._hashes.require()
+
+    def is_verified(self) -> bool:
+        """Whether nothing is left to verify; raise if the reference is known to differ."""
+        finished = self._hashes is None or self._hashes.finished
+        if finished:
+            self.require_verified()
+        return finished
 
     @property
     def reference_fingerprint(self) -> str:
@@ -362,11 +372,20 @@ class CheckRun:
         elsewhere: JudgedElsewhere | None = None,
     ) -> CheckResult:
         """Localise, diagnose, attribute; reproducers are written into the folder `cases`."""
-        during = During(report, look, elsewhere, screen=self.settings.screen)
+
+        def reporting(step: str) -> None:
+            self.is_verified()
+            report(step)
+
+        during = During(reporting, look, elsewhere, screen=self.settings.screen)
         try:
             found = localise(self.twin, self.recipe, self.capture, self.reference, during)
         except GpuLost as lost:
             raise lost.refusal("--device", self.settings.device) from lost
+        except DegarbleError:
+            self.require_verified()  # a reference that is damaged may be why
+            raise
+        self.require_verified()
         if found.twin is not None:
             self.twin = found.twin  # by the conventions that were learned
         notes = _notes_of(self.capture, found)
@@ -415,7 +434,7 @@ class CheckRun:
         }
         checkpoint = self.model.checkpoint
         fields |= {"fingerprint": fingerprint(checkpoint), MANIFEST: identity_of(checkpoint)}
-        fields |= {"the reference's hashes": "verified" if self._verified else None}
+        fields |= {"the reference's hashes": "verified" if self.require_verified() else None}
         fields |= {
             "conventions": "; ".join(convention.sentence for convention in found.conventions)
         }

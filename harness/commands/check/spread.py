@@ -64,16 +64,20 @@ class SpreadCheck:
         self._pool: Pool | None = None
         self._work = partial(_judged, secrets.token_hex(8), opened.settings, looking)
         self._parts = self._finished_parts()
+        self._unverified: list[tuple[list[object], Any]] = []
 
     def __enter__(self) -> Self:
         if self._settings.workers is not None:
             self._stack.enter_context(one_thread())
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stack.close()
         self._pool = None
         _forget()
+        if self._unverified and (kind is None or issubclass(kind, Exception)):
+            self._opened.require_verified()
+            self._keep()
 
     def close(self) -> None:
         """Forget finished components: the result is written."""
@@ -93,8 +97,20 @@ class SpreadCheck:
                 yield task, told
         for task, told in self._judged(new, here):
             if self._parts is not None:
-                self._parts.add(_name(task), to_plain(told))
+                self._unverified.append((_name(task), to_plain(told)))
+                self._keep()
             yield task, told
+
+    def _keep(self) -> None:
+        """Keep what has finished, once the reference is known to be what was written.
+
+        One that is damaged and replaced may have the same size and time.
+        """
+        if self._parts is None or not self._opened.is_verified():
+            return
+        for name, part in self._unverified:
+            self._parts.add(name, part)
+        self._unverified.clear()
 
     def _judged(
         self, tasks: Sequence[JudgingTask], here: Callable[[JudgingTask], TaskAnswer]

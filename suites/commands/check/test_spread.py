@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ import torch
 from degarble.harness.base.errors import MissingDevice, WorkerLost
 from degarble.harness.capture.capture import CaptureSettings
 from degarble.harness.capture.options import CaptureFilter
+from degarble.harness.checkpoint.audit.structure import manifest_check
 from degarble.harness.checkpoint.write import finished_parts, workers
 from degarble.harness.checkpoint.write.disk import DISK
 from degarble.harness.commands.check import spread
@@ -104,6 +107,13 @@ print(len(loops.panel.signatures))
     assert done.stdout == "[]\n1\n"
 
 
+@pytest.fixture
+def verified_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is hashed before a component is kept, however busy the machine is."""
+    monkeypatch.setattr(CheckRun, "is_verified", lambda run: run.require_verified() or True)
+
+
+@pytest.mark.usefixtures("verified_first")
 def test_a_killed_check_goes_on_and_says_the_same(
     check: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -133,6 +143,7 @@ def test_a_killed_check_goes_on_and_says_the_same(
         assert len(judged) <= every + 2
 
 
+@pytest.mark.usefixtures("verified_first")
 def test_a_file_that_was_written_again_makes_a_killed_check_start_anew(
     folder: Path, check: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +165,36 @@ def test_a_file_that_was_written_again_makes_a_killed_check_start_anew(
     check()
     assert judged[5:9] == judged[:4]
     document(tmp_path)
+
+
+def test_a_reference_is_hashed_while_components_are_judged_and_none_is_kept_before(
+    check: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged, hashed, told = threading.Event(), manifest_check.hash_of_file, []
+    result = Localisation.result
+
+    def hash_when_all_is_judged(path: Path) -> str:
+        told.append(judged.wait(60))
+        return hashed(path)
+
+    def resulting(self: Localisation) -> Any:
+        assert len(list(tmp_path.glob("*unfinished*/*/*.json"))) == 1, "only what it depends on"
+        judged.set()
+        return result(self)
+
+    monkeypatch.setattr(manifest_check, "hash_of_file", hash_when_all_is_judged)
+    monkeypatch.setattr(Localisation, "result", resulting)
+    assert check().status == 1
+    document(tmp_path)
+    assert told
+    assert all(told)
+    shutil.rmtree(tmp_path / "found-reproducers")
+    monkeypatch.setattr(manifest_check, "hash_of_file", lambda path: hashed(path)[::-1])
+    done = check("--workers", "1")
+    assert (done.status, done.out) == (2, "")
+    assert "the reference's file " in done.err
+    assert len(list(tmp_path.glob("*unfinished*/*/*.json"))) == 1
+    assert not (tmp_path / "found-reproducers").exists()
 
 
 @pytest.mark.parametrize(

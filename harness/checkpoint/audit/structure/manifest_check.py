@@ -5,15 +5,17 @@ hashed tensor by tensor, so that the finding names what was changed. Other tools
 sparse shards without a hash, are not verified.
 
 A difference is a finding in the audited checkpoint, and an error in a reference: otherwise the
-reference's own damage would be reported as the checkpoint's.
+reference's own damage would be reported as the checkpoint's. A check hashes its reference while it
+judges, and tells nothing before all is hashed.
 """
 
 from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from degarble.harness.base.errors import Refused, UnreadableFile
 from degarble.harness.checkpoint.audit import rules
@@ -24,6 +26,7 @@ from degarble.harness.checkpoint.write.manifest import MANIFEST, Manifest, hash_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from concurrent.futures import Future
 
     from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.view.view import Checkpoint
@@ -70,6 +73,49 @@ def judge_manifest(
     return findings.sorted()
 
 
+class ReferenceHashes:
+    """Shards and configs of a reference, hashed in threads against its manifest; close it.
+
+    Files that no comparison reads are ignored. Without a manifest there is nothing to hash.
+    """
+
+    def __init__(
+        self, reference: Checkpoint, threads: int, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._reference = reference
+        self._manifest = _manifest_of_reference(reference)
+        self._pool = ThreadPoolExecutor(threads)
+        self._told: dict[str, Future[str | None]] = {}
+        if self._manifest is not None:
+            read = self._manifest.shards.keys() | _COMPARED
+            stated = {name: each for name, each in _stated(self._manifest).items() if name in read}
+            verify = partial(_difference, reference, self._manifest, stated, progress)
+            self._told = {name: self._pool.submit(verify, name) for name in stated}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every file is hashed, or one is known to differ."""
+        if all(told.done() for told in self._told.values()):
+            return True
+        return any(told.done() and told.result() is not None for told in self._told.values())
+
+    def require(self) -> bool:
+        """Wait, and raise if files differ; return whether there was a manifest."""
+        if self._manifest is None:
+            return False
+        whys = {name: told.result() for name, told in self._told.items()}
+        changed = [(name, why) for name, why in whys.items() if why is not None]
+        if changed:
+            raise _changed_reference(self._reference, self._manifest, changed)
+        return True
+
+
 def require_as_written(
     reference: Checkpoint, threads: int, progress: Callable[[int], None]
 ) -> bool:
@@ -77,21 +123,24 @@ def require_as_written(
 
     Return whether there was a manifest. Files that no comparison reads are ignored.
     """
+    with ReferenceHashes(reference, threads, progress) as hashes:
+        return hashes.require()
+
+
+def _manifest_of_reference(reference: Checkpoint) -> Manifest | None:
     try:
-        manifest = manifest_of(reference)
+        return manifest_of(reference)
     except Refused as error:
         name = f"{MANIFEST} of the reference {shown(str(reference.root))}"
         raise UnreadableFile(name, error.value, error.expectation, error.remedy) from error
-    if manifest is None:
-        return False
-    read = manifest.shards.keys() | _COMPARED
-    stated = {name: each for name, each in _stated(manifest).items() if name in read}
-    changed = list(_changed_files(reference, manifest, stated, threads, progress))
-    if not changed:
-        return True
+
+
+def _changed_reference(
+    reference: Checkpoint, manifest: Manifest, changed: list[tuple[str, str]]
+) -> UnreadableFile:
     name, why = changed[0]
     differ = _differ(_changed_tensors(reference, manifest, name))
-    raise UnreadableFile(
+    return UnreadableFile(
         f"the reference's file {shown(str(reference.root / name))}"
         + (f", of {len(changed)} that were changed," if len(changed) > 1 else ""),
         f"{differ}; {why}" if differ else why,
@@ -123,27 +172,35 @@ def _changed_files(
     progress: Callable[[int], None],
 ) -> Iterator[tuple[str, str]]:
     """Hash files; yield name and difference of each that changed."""
-
-    def verify(name: str) -> str | None:
-        path, (nbytes, sha256) = checkpoint.root / name, stated[name]
-        try:
-            # A wrong size spares the hash.
-            if path.stat().st_size != nbytes:
-                return f"{path.stat().st_size} bytes, {nbytes} stated"
-            if sha256 is None:
-                return None
-            found = hash_of_file(path)
-        except (OSError, Refused) as error:
-            return f"not readable ({error})"
-        # bytes_hashed counts shards alone, so progress does too.
-        if name in manifest.shards:
-            progress(nbytes)
-        return None if found == sha256 else f"SHA-256 {found[:16]}..., {sha256[:16]}... stated"
-
+    verify = partial(_difference, checkpoint, manifest, stated, progress)
     with ThreadPoolExecutor(threads) as pool:
         for name, why in zip(stated, pool.map(verify, stated), strict=True):
             if why is not None:
                 yield name, why
+
+
+def _difference(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    stated: Mapping[str, tuple[int, str | None]],
+    progress: Callable[[int], None],
+    name: str,
+) -> str | None:
+    """Hash one file; return how it differs, or None."""
+    path, (nbytes, sha256) = checkpoint.root / name, stated[name]
+    try:
+        # A wrong size spares the hash.
+        if path.stat().st_size != nbytes:
+            return f"{path.stat().st_size} bytes, {nbytes} stated"
+        if sha256 is None:
+            return None
+        found = hash_of_file(path)
+    except (OSError, Refused) as error:
+        return f"not readable ({error})"
+    # bytes_hashed counts shards alone, so progress does too.
+    if name in manifest.shards:
+        progress(nbytes)
+    return None if found == sha256 else f"SHA-256 {found[:16]}..., {sha256[:16]}... stated"
 
 
 def _report(
