@@ -46,10 +46,13 @@ class ObjectScanner:
             "Download or write the file again; do not repair it by hand.",
         )
 
-    def members(self) -> Iterator[str]:
-        """Yield the keys of the object here; consume each value before asking for the next key."""
+    def members(self, seen: set[str] | None = None) -> Iterator[str]:
+        """Yield the keys of the object here; consume each value before asking for the next key.
+
+        Whoever consumes further members with a value adds their keys to `seen`.
+        """
         self._expect(b"{", "an object")
-        seen: set[str] = set()
+        seen = set() if seen is None else seen
         if self._next() == b"}":
             self.position += 1
             return

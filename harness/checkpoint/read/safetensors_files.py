@@ -50,10 +50,16 @@ _KEYS = frozenset({"dtype", "shape", "data_offsets"})
 # 2^63 - 1 has 19 digits.
 _INTEGER = rb"(?:0|[1-9][0-9]{0,18})"
 # What every known writer emits; anything else that is JSON takes the slow way, to the same end.
-_PLAIN_VALUE = re.compile(
+_VALUE = (
     rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[((?:%b(?:,%b)*+)?)\],"data_offsets":\[(%b),(%b)\]\}'
     % ((_INTEGER,) * 4)
 )
+_PLAIN_VALUE = re.compile(_VALUE)
+# A comma, a name without escapes and its value: 300,000 follow one another.
+_NAME = rb'"([^"\\\x00-\x1f]++)"'
+_NEXT_TENSOR = re.compile(b"," + _NAME + b":" + _VALUE)
+_BLANK = rb"[ \t\n\r]*+"
+_NEXT_SHARD = re.compile(_BLANK.join((b"", b",", _NAME, b":", _NAME)))
 
 
 def read_header(path: Path) -> Header:
@@ -96,7 +102,7 @@ class _HeaderParser:
         self._data_begin = data_begin
         self._data_size = file_size - data_begin
         self._scan = ObjectScanner(text, shown(str(path)), _LENGTH_BYTES)
-        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._sound: dict[tuple[bytes, bytes], tuple[str, tuple[int, ...], int]] = {}
 
     def parse(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         """Return entries in the header's order, and the metadata."""
@@ -106,15 +112,41 @@ class _HeaderParser:
             scan.refuse("header", self._text[:40], "an object that begins at once")
         entries: dict[str, TensorEntry] = {}
         metadata: dict[str, str] = {}
-        for name in scan.members():
+        seen: set[str] = set()
+        for name in scan.members(seen):
             if name == _METADATA:
                 metadata = self._metadata()
-                continue
-            if len(entries) >= MOST_TENSORS:
+            elif len(entries) >= MOST_TENSORS:
                 scan.refuse("tensor", name, f"at most {MOST_TENSORS} tensors")
-            entries[name] = self._entry(name)
+            else:
+                entries[name] = self._entry(name)
+            self._like_others(entries, seen)
         scan.finish()
         return entries, metadata
+
+    def _like_others(self, entries: dict[str, TensorEntry], seen: set[str]) -> None:
+        """Read on while tensors have a shape and dtype that were found sound, and nothing is odd.
+
+        What is odd is left to who asks for the next name.
+        """
+        text, position, most = self._text, self._scan.position, MOST_TENSORS - len(entries)
+        path, first, size = self._path, self._data_begin, self._data_size
+        while most and (found := _NEXT_TENSOR.match(text, position, position + LONGEST_ENTRY)):
+            quoted, dtype, extents, *offsets = found.groups()
+            like = self._sound.get((dtype, extents))
+            begin, end = map(int, offsets)
+            if like is None or end - begin != like[2] or end > size:
+                break
+            try:
+                name = quoted.decode()
+            except UnicodeDecodeError:
+                break
+            if name in seen or name == _METADATA:
+                break
+            seen.add(name)
+            entries[name] = TensorEntry(name, like[0], like[1], path, first + begin, first + end)
+            position, most = found.end(), most - 1
+        self._scan.position = position
 
     def _metadata(self) -> dict[str, str]:
         found = self._scan.value(LARGEST_METADATA)
@@ -135,10 +167,12 @@ class _HeaderParser:
             shape = tuple(map(int, match[2].split(b","))) if match[2] else ()
             begin, end = int(match[3]), int(match[4])
         self._require_sound(name, dtype, shape, begin, end)
-        # A few dozen shapes and dtypes serve 300,000 tensors: hold each of them once.
-        shape = self._shapes.setdefault(shape, shape)
-        first = self._data_begin
-        return TensorEntry(name, sys.intern(dtype), shape, self._path, first + begin, first + end)
+        dtype, first = sys.intern(dtype), self._data_begin
+        if match is not None:
+            # A few dozen shapes and dtypes serve 300,000 tensors: hold each of them once.
+            like = self._sound.setdefault((match[1], match[2]), (dtype, shape, end - begin))
+            shape = like[1]
+        return TensorEntry(name, dtype, shape, self._path, first + begin, first + end)
 
     def _any_value(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
         found = self._scan.value()
@@ -309,7 +343,9 @@ def read_index(path: Path, problems: Problems) -> CheckpointIndex:
 def _weight_map(scan: ObjectScanner, path: Path, problems: Problems) -> dict[str, str]:
     found: dict[str, str] = {}
     verdicts: dict[str, str] = {}
-    for tensor in scan.members():
+    seen: set[str] = set()
+    safe: dict[bytes, str] = {}
+    for tensor in scan.members(seen):
         if len(found) >= MOST_TENSORS:
             scan.refuse("tensor", tensor, f"at most {MOST_TENSORS} tensors")
         shard = sys.intern(scan.string())
@@ -324,8 +360,28 @@ def _weight_map(scan: ObjectScanner, path: Path, problems: Problems) -> dict[str
             )
             problems.report(ProblemKind.UNSAFE_NAME, path.name, tensor, error)
             continue
-        found[tensor] = shard
+        safe[shard.encode()] = found[tensor] = shard
+        _like_others(scan, safe, found, seen)
     return found
+
+
+def _like_others(
+    scan: ObjectScanner, safe: Mapping[bytes, str], found: dict[str, str], seen: set[str]
+) -> None:
+    """Read on while tensors lie in shards whose names are known to be safe, and nothing is odd."""
+    data, position, most = scan.data, scan.position, MOST_TENSORS - len(found)
+    while most and (match := _NEXT_SHARD.match(data, position, position + LONGEST_ENTRY)):
+        shard = safe.get(match[2])
+        try:
+            tensor = match[1].decode()
+        except UnicodeDecodeError:
+            break
+        if shard is None or tensor in seen:
+            break
+        seen.add(tensor)
+        found[tensor] = shard
+        position, most = match.end(), most - 1
+    scan.position = position
 
 
 def read_shards(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 import tracemalloc
@@ -339,6 +340,100 @@ def test_the_number_of_tensors_is_bounded(path: Path, monkeypatch: pytest.Monkey
 
 
 # What is no regular file
+
+
+def _told(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except UnreadableFile as error:
+        return str(error)
+
+
+_NEVER = re.compile(rb"(?!)")
+_TENSORS = [
+    b',"b":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}',
+    b',"c":{"dtype":"F32","shape":[2],"data_offsets":[16,24]}',
+]
+_ODD = [
+    b"",
+    b',"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}',  # twice
+    b',"b":{"dtype":"F32","shape":[2],"data_offsets":[24,32]}',
+    b',"d":{"dtype":"F32","shape":[2],"data_offsets":[24,31]}',
+    b',"d":{"dtype":"F32","shape":[2],"data_offsets":[24,40]}',
+    b',"d":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}',
+    b',"d":{"dtype":"F32","shape":[2],"data_offsets":[2400,2408]}',  # beyond the file
+    b',"d":{"dtype":"F32","shape":[3],"data_offsets":[24,36]}',
+    b',"d":{"dtype":"F33","shape":[2],"data_offsets":[24,32]}',
+    b',"d":{"shape":[2],"dtype":"F32","data_offsets":[24,32]}',
+    b', "d" : {"dtype":"F32","shape":[2],"data_offsets":[24,32]}',
+    b',"\\u0062":{"dtype":"F32","shape":[2],"data_offsets":[24,32]}',
+    b',"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[24,32]}',
+    b',"\xff":{"dtype":"F32","shape":[2],"data_offsets":[24,32]}',
+    b',"\xc3\xa4":{"dtype":"F32","shape":[2],"data_offsets":[24,32]}',
+    b',"__metadata__":{"dtype":"F32","shape":[2],"data_offsets":[24,32]}',
+    b',"__metadata__":{"format":"pt"}',
+    b',"' + b"x" * LONGEST_ENTRY + b'":{"dtype":"F32","shape":[2],"data_offsets":[24,32]}',
+    b",",
+    b"}",
+    b",1",
+]
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("odd", _ODD)
+def test_tensors_like_others_are_read_as_one_by_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch, odd: bytes, place: int
+) -> None:
+    first = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    text = b"".join([first, *_TENSORS[:place], odd, *_TENSORS[place:], b"}"])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(32 if odd else 24))
+    for most in (1 << 20, 3):
+        monkeypatch.setattr(safetensors_files, "MOST_TENSORS", most)
+        at_once = _told(lambda: read_header(path))
+        with monkeypatch.context() as context:
+            context.setattr(safetensors_files, "_NEXT_TENSOR", _NEVER)
+            assert _told(lambda: read_header(path)) == at_once
+    if not odd:
+        assert list(read_header(path).entries) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"",
+        b',"a":"1.safetensors"',
+        b',"b":"1.safetensors"',
+        b',"d":"2.safetensors"',
+        b',"d":"../1.safetensors"',
+        b',"d":1',
+        b' , \n"d"\t: "1.safetensors"',
+        b',"\\u0062":"1.safetensors"',
+        b',"\xff":"1.safetensors"',
+        b',"d":"1\\u002esafetensors"',
+        b',"' + b"x" * LONGEST_ENTRY + b'":"1.safetensors"',
+        b",",
+        b"}",
+    ],
+)
+@pytest.mark.parametrize("place", range(3))
+def test_an_index_is_read_as_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: bytes, place: int
+) -> None:
+    lines = [b',"b":"1.safetensors"', b',"c":"1.safetensors"']
+    text = b"".join([b'{"a":"1.safetensors"', *lines[:place], odd, *lines[place:], b"}"])
+    (tmp_path / "i.json").write_bytes(b'{"weight_map":' + text + b"}")
+
+    def read() -> Any:
+        problems = Problems(strict=False)
+        index = read_index(tmp_path / "i.json", problems)
+        return list(index.weight_map.items()), problems.counts, problems.found
+
+    for most in (1 << 20, 3):
+        monkeypatch.setattr(safetensors_files, "MOST_TENSORS", most)
+        at_once = _told(read)
+        with monkeypatch.context() as context:
+            context.setattr(safetensors_files, "_NEXT_SHARD", _NEVER)
+            assert str(_told(read)) == str(at_once)
 
 
 def _pipe(path: Path) -> None:
