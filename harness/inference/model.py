@@ -170,17 +170,19 @@ def open_model(
     absorbed: bool = True,
     held_values: int = HELD_VALUES,
     switches: Mapping[str, Any] = MappingProxyType({}),
+    opened: OpenModel | None = None,
 ) -> OpenModel:
     """Bind a checkpoint to its reference; more than `held_values` values are streamed.
 
     Without an arithmetic it is twin where the checkpoint quantises activations, else bf16.
     `switches` says on which side of the sources' disagreements it computes, where not the official.
+    Of a model `opened` from the same path no header is read again.
     """
     if arithmetic is not None and arithmetic not in ARITHMETICS:
         raise UnknownName.among("--numerics", arithmetic, ARITHMETICS)
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path) if opened is None else opened.checkpoint.once_more()
     try:
-        source = _source_of(checkpoint)
+        source = _source_of(checkpoint, None if opened is None else opened.recipe)
         config, recipe = source.config, source.recipe
         if arithmetic is None:
             quantised = any(rule.activation != BF16 for rule in recipe.rules)
@@ -218,13 +220,14 @@ class _ModelSource:
     bind: Callable[..., BoundModel] = bind_model
 
 
-def _source_of(checkpoint: Checkpoint) -> _ModelSource:
+def _source_of(checkpoint: Checkpoint, recipe: Recipe | None = None) -> _ModelSource:
     if checkpoint.model is None:
         return _traced_source(checkpoint)
     config, names = require_model(checkpoint, "generate")
     config = family_of(config).without_drafters(config)
-    _require_complete(config, names)
-    recipe = recipe_as_stored(take_inventory(names), config)
+    if recipe is None:
+        _require_complete(config, names)
+        recipe = recipe_as_stored(take_inventory(names), config)
     streamed = partial(StreamedWeights, checkpoint, config)
     stored = {
         names.module_of(parameter): name

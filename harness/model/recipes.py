@@ -110,10 +110,20 @@ class Recipe:
         if parameter.kind is not Kind.LINEAR:
             return UNQUANTISED
         name = parameter.name
-        for rule in self.rules:
-            if rule.pattern.fullmatch(name):
-                return rule.formats
-        return UNQUANTISED
+        found = self._of_name.get(name)
+        if found is None:
+            matching = (rule.formats for rule in self.rules if rule.pattern.fullmatch(name))
+            found = self._of_name[name] = next(matching, UNQUANTISED)
+        return found
+
+    @cached_property
+    def _of_name(self) -> dict[str, Formats]:
+        """The formats of linears that were asked for: several steps ask for each of 70,000."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Send a worker no answers."""
+        return {"name": self.name, "rules": self.rules}
 
     @property
     def all_formats(self) -> frozenset[str]:

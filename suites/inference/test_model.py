@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import MissingDevice, Refused, UnknownName, UnreadableFile
+from degarble.harness.checkpoint.read import safetensors_files
 from degarble.harness.checkpoint.transform.convert.job import job_for
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.check.check import CheckRun, CheckSettings
@@ -214,6 +215,32 @@ def test_a_cause_is_named_on_another_device_and_with_streamed_weights(tmp_path: 
     assert told[0][1]
     assert [ids for _, ids in told] == [told[0][1]] * 3
     assert told[1] == told[0]
+
+
+def test_a_quantised_model_that_is_its_own_reference_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_speaker(tmp_path / "model", "v4", "nvfp4-full")
+    capture = captured(source, tmp_path / "capture", "layers.1.attn.q_norm")
+    read, opened = safetensors_files.read_header, []
+
+    def counted(path: Path) -> Any:
+        opened.append(path.name)
+        return read(path)
+
+    monkeypatch.setattr(safetensors_files, "read_header", counted)
+    found = {}
+    for own in (None, source, write_speaker(tmp_path / "other", "v4", "nvfp4-full")):
+        opened.clear()
+        with CheckRun(CheckSettings(capture, own, source, held_values=0)) as run:
+            localised = localise(run.twin, run.recipe, run.capture, run.reference)
+            run.model.close()
+            name = "layers.0.attn.wq_a"
+            assert run.reference.weights[name].values(torch.float32).isfinite().all()
+        found[len(opened)] = [(row.component.name, row.output, row.ratio) for row in localised.rows]
+    once, twice = sorted(found)
+    assert twice == 2 * once
+    assert found[once] == found[twice]
 
 
 def test_what_a_kernel_writes_into_its_inputs_there_is_written_here(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,7 +36,7 @@ from degarble.harness.formats.number_formats import (
 from degarble.harness.model.tensors import SUFFIXES, PartKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from typing import Any
 
     from degarble.harness.checkpoint.view.schemes import StorageScheme
@@ -276,17 +276,20 @@ class ModuleTable:
         stacked = any(len(self.entries[name].shape) == 3 for name in plain)
         return StoredLayout.TRANSFORMERS if stacked else StoredLayout.BF16
 
-    def _suffixes_of(self, module: str) -> Iterator[str]:
-        if module not in self.suffixes:
+    def _suffixes_of(self, module: str) -> tuple[str, ...]:
+        bits = self.suffixes.get(module)
+        if bits is None:
             raise unknown_name("module", module, self.suffixes)
-        bits = self.suffixes[module]
-        if not bits:
-            yield ""
-        yield from (suffix for suffix in _ORDER if bits & _BIT[suffix])
+        return _suffixes(bits)
 
     def _whole(self, module: str) -> TensorEntry:
         parts = (self.entries[module + suffix] for suffix in self._suffixes_of(module))
         return max(parts, key=lambda entry: entry.nbytes)
+
+
+@lru_cache(maxsize=1024)  # a checkpoint has a dozen sets of suffixes
+def _suffixes(bits: int) -> tuple[str, ...]:
+    return tuple(suffix for suffix in _ORDER if bits & _BIT[suffix]) or ("",)
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -341,6 +341,18 @@ class Checkpoint:
         other.model = model
         return other
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """One fingerprint of the whole, as it was when it was asked for first."""
+        text = json.dumps(fingerprints(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def once_more(self) -> Checkpoint:
+        """Return another view of the same files, as their headers were read; its pages are own."""
+        other = copy(self)
+        other.files = MappedFiles({shard.file: shard.file_size for shard in self.shards})
+        return other
+
     def release(self, name: str | None = None) -> None:
         """Release the memory of pages that were read: of one tensor, or of all."""
         self.files.release(None if name is None else self.entry(name))
@@ -535,8 +547,7 @@ def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return one fingerprint of a whole source."""
-    text = json.dumps(fingerprints(checkpoint), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return checkpoint.fingerprint
 
 
 def _begun(shard: ShardFile) -> hashlib._Hash:

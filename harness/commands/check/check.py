@@ -296,11 +296,13 @@ class CheckRun:
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
         self._reference_model = self.model
         own = wanted.reference or self.source
-        if plain and own.resolve() == self.source.resolve():
+        same = own.resolve() == self.source.resolve()
+        if plain and same:
             self.reference = self.twin
             self._verify(self.model)
             return
-        reference = open_model(own, "bf16", held_values=wanted.held_values)
+        opened = self.model if same else None
+        reference = open_model(own, "bf16", held_values=wanted.held_values, opened=opened)
         self._open.enter_context(reference)
         self._reference_model = reference
         require_same_model(self.model.config, reference.config, own)
