@@ -37,8 +37,8 @@ from degarble.harness.engine.localise.tensor_forms import (
     NOT_FINITE,
     NonFiniteOutput,
     aligned,
+    count_equal,
     earlier_of,
-    equal_elements,
     is_poisoned,
     non_finite_of,
     poisoned,
@@ -236,7 +236,7 @@ class Judge:
             if twin is not None and not wrong_forms({name: output}, {name: twin}, store):
                 pair = aligned({name: output}, {name: twin})[name]
                 alike = same_values(*pair)
-                row.identical += output.numel() if alike else int(equal_elements(*pair).sum())
+                row.identical += output.numel() if alike else count_equal(*pair)
 
     def _take(self, component: JudgedComponent, replay: Replay) -> None:
         """Judge a batch, and its remaining rows where some cannot be judged."""
