@@ -163,26 +163,28 @@ def one_thread() -> Iterator[None]:
 
 
 def open_model(
-    path: Path,
+    path: Path | OpenModel,
     arithmetic: str | None = None,
     observer: Observer | None = None,
     *,
     absorbed: bool = True,
     held_values: int = HELD_VALUES,
     switches: Mapping[str, Any] = MappingProxyType({}),
-    opened: OpenModel | None = None,
 ) -> OpenModel:
     """Bind a checkpoint to its reference; more than `held_values` values are streamed.
 
     Without an arithmetic it is twin where the checkpoint quantises activations, else bf16.
     `switches` says on which side of the sources' disagreements it computes, where not the official.
-    Of a model `opened` from the same path no header is read again.
+    Of a model that is open already no header is read again.
     """
     if arithmetic is not None and arithmetic not in ARITHMETICS:
         raise UnknownName.among("--numerics", arithmetic, ARITHMETICS)
-    checkpoint = Checkpoint.open(path) if opened is None else opened.checkpoint.once_more()
+    if isinstance(path, OpenModel):
+        checkpoint, known = path.checkpoint.once_more(), path.recipe
+    else:
+        checkpoint, known = Checkpoint.open(path), None
     try:
-        source = _source_of(checkpoint, None if opened is None else opened.recipe)
+        source = _source_of(checkpoint, known)
         config, recipe = source.config, source.recipe
         if arithmetic is None:
             quantised = any(rule.activation != BF16 for rule in recipe.rules)

@@ -301,8 +301,8 @@ class CheckRun:
             self.reference = self.twin
             self._verify(self.model)
             return
-        opened = self.model if same else None
-        reference = open_model(own, "bf16", held_values=wanted.held_values, opened=opened)
+        held_values = wanted.held_values
+        reference = open_model(self.model if same else own, "bf16", held_values=held_values)
         self._open.enter_context(reference)
         self._reference_model = reference
         require_same_model(self.model.config, reference.config, own)

@@ -71,11 +71,11 @@ class SpreadCheck:
             self._stack.enter_context(one_thread())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stack.close()
         self._pool = None
         _forget()
-        if self._unverified and (kind is None or issubclass(kind, Exception)):
+        if self._unverified and (raised[1] is None or isinstance(raised[1], Exception)):
             self._opened.require_verified()
             self._keep()
 

@@ -21,6 +21,7 @@ from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.checkpoint.audit.structure import manifest_check
 from degarble.harness.checkpoint.write import finished_parts, workers
 from degarble.harness.checkpoint.write.disk import DISK
+from degarble.harness.checkpoint.write.manifest import hash_of_file
 from degarble.harness.commands.check import spread
 from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.engine.localise.answers import JudgingTask
@@ -170,7 +171,7 @@ def test_a_file_that_was_written_again_makes_a_killed_check_start_anew(
 def test_a_reference_is_hashed_while_components_are_judged_and_none_is_kept_before(
     check: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judged, hashed, told = threading.Event(), manifest_check.hash_of_file, []
+    judged, hashed, told = threading.Event(), hash_of_file, []
     result = Localisation.result
 
     def hash_when_all_is_judged(path: Path) -> str:
