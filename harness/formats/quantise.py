@@ -529,6 +529,10 @@ def dequantise(tensor: QuantisedTensor, dtype: torch.dtype = torch.float32) -> T
     if has_fast_decoder(tensor, dtype):
         scales = tensor.linear_scale_codes().contiguous()
         return fast_nvfp4.dequantise_nvfp4(tensor.codes, scales, tensor.decode_scale, dtype)
+    if dtype is torch.float64 and has_fast_decoder(tensor, torch.float32):
+        scales = tensor.linear_scale_codes().contiguous()
+        assert tensor.tensor_scale is not None, "NVFP4 has one"
+        return fast_nvfp4.dequantise_nvfp4_wide(tensor.codes, scales, tensor.tensor_scale)
     return dequantise_definition(tensor, dtype)
 
 

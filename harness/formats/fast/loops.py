@@ -138,6 +138,17 @@ def decode_blocks(packed: Bytes, scales: Bytes, table: Bits, out: Bits, stream: 
 
 
 @compiled
+def decode_blocks_wide(packed: Bytes, scales: Bytes, table: Any, out: Any) -> None:
+    """Decode whole blocks in float64: out[16 b + j] = table[16 scales[b] + nibble j of block b]."""
+    for block in range(scales.size):
+        row = np.intp(scales[block]) * 16
+        for pair in range(8):
+            byte, at = packed[block * 8 + pair], block * 16 + 2 * pair
+            out[at] = table[row + (byte & 15)]
+            out[at + 1] = table[row + (byte >> 4)]
+
+
+@compiled
 def _e2m1_code(value: Any) -> Any:
     """Round a float32 to E2M1, nearest even, saturating; NaN gives +6 as the hardware does."""
     bits = F32(value).view(U32)

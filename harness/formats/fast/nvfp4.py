@@ -101,6 +101,32 @@ def dequantise_nvfp4(
     return result
 
 
+def dequantise_nvfp4_wide(
+    codes: Tensor, block_scale: Tensor, tensor_scale: Tensor, *, threads: int | None = None
+) -> Tensor:
+    """Decode to float64, which holds every product of element and both scales exactly."""
+    packed = bits_view("codes", codes, _CODE_DTYPES)
+    scales = bits_view("block_scale", block_scale, _SCALE_DTYPES)
+    shape = _value_shape(codes, block_scale)
+    elements, factors = (values_of(form).astype(np.float64) for form in (E2M1, E4M3))
+    table = (factors[:, None] * elements * float(tensor_scale)).reshape(-1)
+    result = empty_tensor(shape, torch.float64)
+    values = result.view(-1).numpy()
+
+    from degarble.harness.formats.fast import loops as fast_loops  # noqa: PLC0415  imports numba
+
+    def part(start: int, stop: int) -> None:
+        fast_loops.decode_blocks_wide(
+            packed[start * 8 : stop * 8],
+            scales[start:stop],
+            table,
+            values[start * BLOCK : stop * BLOCK],
+        )
+
+    run_parts(part, scales.size, GRAIN_BLOCKS, threads)
+    return result
+
+
 def quantise_nvfp4(
     values: Tensor, encode_scale: float | Tensor | None = None, *, threads: int | None = None
 ) -> PackedNVFP4:

@@ -136,6 +136,23 @@ def test_every_code_byte_under_every_scale_byte(dtype: torch.dtype, decode_scale
     assert differences(found, expected) == ""
 
 
+@pytest.mark.parametrize("decode_scale", DECODE_SCALES)
+def test_every_code_byte_under_every_scale_byte_in_float64(
+    decode_scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    tensor = quantised(every.repeat(256, 16), every[:, None].repeat(1, 512), decode_scale)
+    found, expected = (
+        decode(tensor, torch.float64) for decode in (dequantise, dequantise_definition)
+    )
+    assert torch.equal(found.isnan(), expected.isnan())
+    known = found.isfinite()
+    assert bool(known.any())
+    assert torch.equal(*(each[known].view(torch.int64) for each in (found, expected)))
+    monkeypatch.setattr(fast_nvfp4, "dequantise_nvfp4_wide", lambda *_: "by the loop")
+    assert dequantise(tensor, torch.float64) == "by the loop"
+
+
 @pytest.mark.parametrize("encode_scale", ENCODE_SCALES)
 def test_every_bf16_value_in_blocks_of_neighbours(encode_scale: float | None) -> None:
     assert encoding_differences(ALL_BF16.reshape(-1, 16), encode_scale) == ""
