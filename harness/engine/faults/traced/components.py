@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import (
         CallRecord,
         ComponentContext,
@@ -473,16 +474,28 @@ def _factor(value: float, _logits: Tensor, weights: Tensor, _experts: Tensor) ->
 # Experts
 
 _WRONG = (0.02, 0.005, 0.001)  # of a token's output: differences that roundings do not make
+_NOTHING = 0.02  # of what an expert adds: hardly more than roundings
 _SUSPECTS = 4  # experts that may be wrong alone or in pairs
 _GATE_UP = ("gate_up_proj", "gate_up_proj_bias")
+_DOWN_BIAS = "down_proj_bias"
 
 
 def _module(context: ComponentContext) -> Any:
     return traced_facts(context).traced.facts["module"]
 
 
-def _in_gate_up(context: ComponentContext, change: Callable[[Tensor], Tensor]) -> Any:
-    """Reorder the outputs of the first product, in its weight and its bias."""
+_GATE_UP_ORDERS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
+    ("gate and up exchanged by halves", lambda x: x.roll(x.shape[-1] // 2, -1)),
+    ("gate and up exchanged in pairs", lambda x: x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)),
+    ("interleaved gate and up read as halves", apart),
+    ("halves of gate and up read as interleaved", side_by_side),
+)
+
+
+def _in_gate_up(
+    context: ComponentContext, change: Callable[[Tensor], Tensor], expert: int | None = None
+) -> Any:
+    """Reorder the outputs of the first product, in weight and bias, of one expert or of all."""
     transposed = _module(context).is_transposed
 
     def changed(name: str, weight: Weight) -> Weight:
@@ -491,6 +504,9 @@ def _in_gate_up(context: ComponentContext, change: Callable[[Tensor], Tensor]) -
         value = weight.values(torch.float64)
         turned = value.ndim == 3 and not transposed
         made = change(value.transpose(-1, -2)).transpose(-1, -2) if turned else change(value)
+        if expert is not None:
+            own = (torch.arange(len(value)) == expert).reshape(-1, *[1] * (value.ndim - 1))
+            made = torch.where(own, made, value)
         return Weight(value=made.contiguous())
 
     return with_weights(changed)
@@ -498,16 +514,11 @@ def _in_gate_up(context: ComponentContext, change: Callable[[Tensor], Tensor]) -
 
 def _expert_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     if _module(context).has_gate:
-        for words, change in (
-            ("gate and up exchanged by halves", lambda x: x.roll(x.shape[-1] // 2, -1)),
-            (
-                "gate and up exchanged in pairs",
-                lambda x: x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2),
-            ),
-            ("interleaved gate and up read as halves", apart),
-            ("halves of gate and up read as interleaved", side_by_side),
-        ):
+        for words, change in _GATE_UP_ORDERS:
             yield variant_of(context, words, _in_gate_up(context, change))
+    for bias in (name for name in context.weights if name.endswith(_DOWN_BIAS)):
+        words = "the bias of the second product added without routing weights"
+        yield variant_of(context, words, partial(_bias_unweighted, bias))
     for words, order in (("the next expert's weights", -1), ("the expert before's weights", 1)):
         yield variant_of(context, words, with_weights(partial(_turned_experts, order)))
     for words, name, change in (
@@ -520,6 +531,18 @@ def _expert_variants(context: ComponentContext) -> Iterator[FaultVariant]:
         yield variant_of(context, words, with_inputs(partial(_given, name, change)))
     for words, module in _gates(_module(context)):
         yield variant_of(context, words, _with(context, module=module))
+
+
+def _bias_unweighted(bias: str, call: ComponentCall) -> ComponentCall:
+    """Return a call that adds the bias of each expert as it is."""
+
+    def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        outputs, chosen = dict(call(inputs, weights)), inputs["experts"]
+        own = weights[bias].values(torch.float64)[chosen.clamp(min=0)]
+        more = torch.where(chosen >= 0, 1 - inputs["weights"].double(), 0.0)
+        return {**outputs, "out": outputs["out"].double() + (more[..., None] * own).sum(1)}
+
+    return faulty
 
 
 def _turned_experts(order: int, _name: str, weight: Weight) -> Weight:
@@ -565,8 +588,10 @@ def _experts_fitted(context: ComponentContext, record: CallRecord) -> Iterator[F
     wrong = _wrong_experts(record)[:_SUSPECTS]
     count = context.weights[next(iter(context.weights))].shape[0]
     for first, second in combinations(wrong, 2):
-        moved = with_weights(partial(_moved_expert, (first, second), (second, first)))
-        yield variant_of(context, f"experts {first} and {second} exchanged", moved)
+        for what, names in _parts_of_experts(context):
+            change = partial(_moved_expert, names, (first, second), (second, first))
+            words = f"{what}experts {first} and {second} exchanged"
+            yield variant_of(context, words, with_weights(change))
     for expert in wrong:
         yield from _one_expert(context, record, expert, count)
 
@@ -574,12 +599,16 @@ def _experts_fitted(context: ComponentContext, record: CallRecord) -> Iterator[F
 def _one_expert(
     context: ComponentContext, record: CallRecord, expert: int, count: int
 ) -> Iterator[FaultVariant]:
-    for other in range(count):
-        if other != expert:
-            words = f"the weights of expert {other} for expert {expert}"
-            yield variant_of(
-                context, words, with_weights(partial(_moved_expert, (expert,), (other,)))
-            )
+    for what, names in _parts_of_experts(context):
+        for other in range(count):
+            if other != expert:
+                words = f"{what or 'the weights of '}expert {other} for expert {expert}"
+                moved = with_weights(partial(_moved_expert, names, (expert,), (other,)))
+                yield variant_of(context, words, moved)
+    if _module(context).has_gate:
+        for words, order in _GATE_UP_ORDERS:
+            own = _in_gate_up(context, order, expert)
+            yield variant_of(context, f"{words} in expert {expert}", own, expert=expert)
     chosen = record.inputs["experts"]
     alone = {**record.inputs, "experts": torch.where(chosen == expert, chosen, -1)}
     part = context.call(alone, context.weights)["out"].double()
@@ -588,8 +617,8 @@ def _one_expert(
     if not energy:
         return
     gain = 1 + float((gap * part).sum()) / energy
-    for digits in (1, 2, 3, 4):
-        value = float(f"{gain:.{digits}g}")
+    shown = [float(f"{gain:.{digits}g}") for digits in (1, 2, 3, 4)]
+    for value in (*((0.0,) if abs(gain) < _NOTHING else ()), *shown):
         if value != 1:
             change = partial(_times_expert, expert, value)
             words = f"{gain_text(value)} on expert {expert}"
@@ -602,9 +631,22 @@ def _times_expert(expert: int, gain: float, inputs: Tensors) -> Tensors:
     return {**inputs, "weights": made}
 
 
+def _parts_of_experts(context: ComponentContext) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield all weights of experts, then each with its bias; words for what is not all of them."""
+    names = list(context.weights)
+    yield "", frozenset(names)
+    products = [name for name in names if not name.endswith("_bias")]
+    for product in products if len(products) > 1 else ():
+        own = frozenset(name for name in names if name in {product, f"{product}_bias"})
+        yield f"{product.rpartition('.')[2]} of ", own
+
+
 def _moved_expert(
-    places: tuple[int, ...], sources: tuple[int, ...], _name: str, weight: Weight
-) -> Weight:
+    names: frozenset[str], places: tuple[int, ...], sources: tuple[int, ...], name: str,
+    weight: Weight,
+) -> Weight:  # fmt: skip
+    if name not in names:
+        return weight
     value = weight.values(torch.float64)
     taken = dict(zip(places, sources, strict=True))
     # One copy, since no budget follows what is written in place.
