@@ -9,6 +9,7 @@ data cannot tell which is meant, and they are said.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     )
 
 FEWEST = 2  # rows on either side
+FEWEST_APART = 3  # positions that are so many apart: any two are
 SHOWN = 3  # rules that are said
 _STRAY = 0.05  # of the struck rows, that a cause may miss by roundings of its own
 _MOST_PLACES = 4  # sequences or experts that are listed
@@ -182,7 +184,7 @@ def _rules(rows: _Rows) -> list[WhenRule]:
     ]  # fmt: skip
     for feature, words in _EXTENTS.items():
         found += _of_extent(rows, feature, words)
-    return found or list(_of_some_steps(rows))
+    return found or [*_of_some_steps(rows), *_of_some_positions(rows)]
 
 
 def _values(rows: _Rows, feature: str) -> tuple[list[int], list[int]] | None:
@@ -242,6 +244,24 @@ def _of_some_steps(rows: _Rows) -> Iterator[WhenRule]:
     if sides is not None and not set(sides[0]) & set(sides[1]):
         struck, listed = frozenset(sides[0]), spans(sides[0])
         yield WhenRule("steps", listed, f"only in steps {listed}", struck.__contains__)
+
+
+def _of_some_positions(rows: _Rows) -> Iterator[WhenRule]:
+    """Yield every so many positions, or a few that are listed."""
+    sides = _values(rows, "position")
+    if sides is None or set(sides[0]) & set(sides[1]):
+        return
+    struck, spared = sides
+    apart = gcd(*(at - struck[0] for at in struck))
+    first = struck[0] % apart if apart else 0
+    if len(struck) >= FEWEST_APART and apart > 1 and all(at % apart != first for at in spared):
+        words = f"only at every {apart}. position, {first} first"
+        values = f"{first} modulo {apart}"
+        yield WhenRule("position", values, words, lambda at: at % apart == first)
+    elif len(struck) <= _MOST_PLACES:
+        listed = spans(struck)
+        words = f"only at position{'' if len(struck) == 1 else 's'} {listed}"
+        yield WhenRule("position", listed, words, frozenset(struck).__contains__)
 
 
 def _of_extent(rows: _Rows, feature: str, words: tuple[str, str]) -> Iterator[WhenRule]:

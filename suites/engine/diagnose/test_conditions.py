@@ -54,6 +54,18 @@ def test_rules_are_those_that_the_rows_force() -> None:
     assert found([a, b], [{**a, "step": 1}]) == []
 
 
+def test_positions_are_listed_or_so_many_apart_where_no_other_rule_holds() -> None:
+    def at(step: int, position: int) -> dict[str, int]:
+        return row(step, step, position, 40, 0)
+
+    spared = [at(step, position) for step in (0, 1) for position in (0, 4, 6, 30)]
+    assert found([at(0, 5), at(1, 5)], spared) == [("position", "5")]
+    pages = [at(step, position) for step in (0, 1) for position in (7, 15, 23)]
+    assert found(pages, spared) == [("position", "7 modulo 8")]
+    assert found(pages, [*spared, at(0, 31)]) == [("position", "7, 15, 23")]
+    assert found(pages, [*spared, at(1, 15)]) == []
+
+
 def test_a_position_that_is_not_known_gives_no_rule() -> None:
     a, b = row(0, 0, -1, 9, 0), row(0, 0, -1, 9, 0)
     assert found([a], [b]) == []
