@@ -205,7 +205,7 @@ class _Solver:
     def answers(self, columns: Tensor) -> Tensor:
         """Return how outputs answer to each of these columns, in units of what is allowed."""
         x, count = self._x, len(columns)
-        step = _STEP * x.norm(dim=1).clamp(min=_TINY) / x.shape[1] ** 0.5
+        step = _STEP * _sizes(x).clamp(min=_TINY) / x.shape[1] ** 0.5
         changed = x.repeat_interleave(count, 0)
         which = columns.repeat(len(x))
         changed[torch.arange(len(changed)), which] += step.repeat_interleave(count)
@@ -299,7 +299,7 @@ class _Solver:
         lacking = (wide - count).clamp(min=0) / wide / REGULAR
         sizes = answers.norm(dim=1).clamp(min=_TINY)
         least = torch.maximum(lacking.sqrt() / sizes.amax(1), 1 / sizes.amin(1))
-        return bool((least > OPEN * self._right.norm(dim=1)).any())
+        return bool((least > OPEN * _sizes(self._right)).any())
 
     def _begin_as_seen(self) -> bool:
         """Begin with inputs that differ as outputs do, number by number: far from the right ones.
@@ -315,6 +315,12 @@ class _Solver:
     def _sides(self, used: Tensor, error: Tensor) -> Sides:
         allowed = NEAR * error + self._rounding * used.abs() + _TINY
         return Sides(self._name, used, self._right, allowed)
+
+
+def _sizes(rows: Tensor) -> Tensor:
+    """Return the lengths [T] of rows; of rows of zeros, as a sine's at position 0, other rows'."""
+    size = rows.norm(dim=1)
+    return torch.where(size > 0, size, size.median())
 
 
 def _most_common(one: Tensor, other: Tensor) -> Tensor:
