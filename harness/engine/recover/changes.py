@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 Function = Callable[[StoredOperand], "Tensor"]  # the numbers [R, K] that were multiplied
 Numbers = Callable[["Tensor"], "Tensor"]
 KEPT = "every number is kept"
+FEWEST_ORDERED = 8  # rows that show which scale a block has
 FEW_ROWS = 4  # on which rules are tried first
 MOST_SOLVED = 64  # rows that numbers are read off
 MOST_CODES = 256
@@ -240,6 +241,7 @@ def _proposed(equations: Equations, some: Equations, *, constant: bool) -> Itera
     yield from _by_parts(some)
     yield from _by_elements(some)
     yield from _by_places(equations)
+    yield from _by_order_of_blocks(some)
     yield from _by_formats(equations.operand)
     if constant:
         yield from _by_free_scales(equations)
@@ -449,6 +451,47 @@ def _by_scales(some: Equations) -> Iterator[OperandChange]:
     for words, of in _REDUCED:
         if _near(of(some.operand.scales)[some.rows][known], used[known], error[known]):
             yield OperandChange(words, partial(_on_scales, of))
+
+
+def _by_order_of_blocks(some: Equations) -> Iterator[OperandChange]:
+    """Yield the block scales of other blocks, in an order that is the same in all rows."""
+    solved = _solved_scales(some) if some.operand.form is not None else None
+    if solved is None or solved.given < HOLDS:
+        return
+    order = _order_of_blocks(some.operand.of_rows(some.rows).scales, solved)
+    if order is None:
+        return
+    others = [at for at, source in enumerate(order) if source != at]
+    lines = tuple(f"block {at} has the scales of block {order[at]}" for at in others)
+    shown = f"{', '.join(lines[:3])}{', ...' if lines[3:] else ''}"
+    yield OperandChange(
+        f"blocks of a row have the scales of others: {shown}",
+        partial(_on_scales, partial(_scales_in_order, tuple(order))),
+        table=lines,
+    )
+
+
+def _order_of_blocks(stored: Tensor, solved: _Solved) -> list[int] | None:
+    """Return, for each block of a row, the one whose scale it has in every row; None if unclear."""
+    count, order = stored.shape[1], list[int]()
+    known = solved.error < 0.5 * solved.used.abs().clamp(min=_TINY)
+    for at in range(count):
+        rows = known[:, at]
+        if int(rows.sum()) < FEWEST_ORDERED:
+            return None
+        used, error = solved.used[rows, at], solved.error[rows, at]
+        near = [s for s in range(count) if _near(stored[rows, s], used, error)]
+        if at in near:
+            near = [at]
+        if not near or any(not torch.equal(stored[:, s], stored[:, near[0]]) for s in near[1:]):
+            return None
+        order.append(near[0])
+    return None if order == list(range(count)) else order
+
+
+@operation
+def _scales_in_order(order: tuple[int, ...], scales: Tensor) -> Tensor:
+    return scales[:, list(order)] if scales.shape[1] == len(order) else scales
 
 
 @operation
