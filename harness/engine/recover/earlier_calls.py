@@ -6,6 +6,7 @@ the rows of the calls before; what one row suggests has to give all wrong rows a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -59,14 +60,20 @@ def earlier_rows(sides: Sequence[Sides], record: CallRecord) -> Iterator[FaultVa
     """Yield the rules by which wrong rows hold those of calls before."""
     rows = record.rows
     wrong = [each for each in sides if _differs(each).any()]
-    if len(rows) < 2 or len(wrong) != 1 or len(wrong[0].seen) != sum(rows):
+    if len(rows) < 2 or len(wrong) != 1 or len(record.expected[wrong[0].output]) != sum(rows):
         return
-    side = wrong[0]
+    side = _by_token(wrong[0], sum(rows))
     for rule in _rules(side, rows):
         change = partial(_written_before, side.output, rule)
         open_above = _gives(side, rule._replace(most=rule.most + 1))
         words = f"{'at least ' if open_above else ''}{_words(rule)}"
         yield FaultVariant(words, with_outputs(change))
+
+
+def _by_token(side: Sides, count: int) -> Sides:
+    """Return a row for each token, its heads side by side."""
+    seen, right, allowed = (x.reshape(count, -1) for x in (side.seen, side.right, side.allowed))
+    return replace(side, seen=seen, right=right, allowed=allowed)
 
 
 def _differs(side: Sides) -> Tensor:
