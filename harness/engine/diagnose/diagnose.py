@@ -45,6 +45,7 @@ from degarble.harness.engine.faults.weight_faults import decode_small, rememberi
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.engine.recover.described import describe, in_some_rows
 from degarble.harness.engine.recover.lacking import lacking
+from degarble.harness.engine.recover.shares import shares_of
 from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
@@ -318,6 +319,8 @@ def diagnose(
         known_so = bool(named) or described is not None
         parts = [] if known_so or reach is Reach.EDGE else _parts(context, apart)
         named = named or _in_a_part(context, apart, parts, steady)
+        if not named and not known_so and reach is Reach.COMPONENT:
+            named = _in_a_share(context, calls, steady)
         pairs: list[_Trial] = []
         if not named and described is None:
             pairs = list(_pairs(context, sample, alone))
@@ -459,6 +462,32 @@ def _in_a_part(
         if found:
             return tuple(found)
     return ()
+
+
+def _in_a_share(
+    context: ComponentContext, calls: Sequence[CallRecord], sitting: Sequence[ModelFault]
+) -> tuple[NamedFault, ...]:
+    """Return causes that act in some heads, or in one rank's columns; the others are healthy."""
+    cut = shares_of(context, calls)
+    if cut is None:
+        return ()
+    main = most_telling(cut.calls)
+    named, _ = _alike_in_all(context, cut.calls, (main, sampled(context, main)), sitting)
+    stored = _as_stored(context, most_telling(calls)) if named else 0.0
+    found = []
+    for each in named:
+        variant = cut.alone(each.variant)
+        fit = _on_every_call(context, calls, most_telling(calls), variant)
+        if fit is not None:
+            evidence = _evidence(variant, fit, stored)
+            found.append(replace(
+                each, variant=variant, reproduced=fit.within, as_stored=stored, ratio=fit.ratio,
+                evidence=evidence,
+            ))  # fmt: skip
+    ids = [each.id for each in found]
+    return tuple(
+        replace(each, alternatives=(*ids[:at], *ids[at + 1 :])) for at, each in enumerate(found)
+    )
 
 
 def _described_in_a_part(

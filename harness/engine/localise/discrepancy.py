@@ -136,6 +136,7 @@ _AXES = MappingProxyType(
         "ffn.experts.w13": "slot", "ffn.experts.w2": "slot", "ffn.experts.act_quant": "slot",
     }
 )  # fmt: skip
+_KINDS_WITH_HEADS = frozenset({"traced.attention", "traced.rotation"})
 _HALVES = ("w13",)
 _MOST_SPANS = 4  # ranges that are written out; more are counted
 
@@ -326,6 +327,12 @@ def _by_expert(
     if len(clean) == 1:
         words = f"expert {clean[0]} exact"
     return [words], torch.isin(experts, torch.tensor(struck)).any(1)
+
+
+def axis_of(component: Component) -> str:
+    """Return what the middle one of three axes of an output counts; empty where nobody knows."""
+    of_kind = "head" if component.kind in _KINDS_WITH_HEADS else ""
+    return _AXES.get(component.role, of_kind)
 
 
 def _by_axis(

@@ -7,10 +7,9 @@ only if it predicts what it was not made from.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,11 +45,11 @@ from degarble.harness.engine.recover.column_parts import (
 from degarble.harness.engine.recover.differences import RecoveredRule, rows_rolled, rules_of
 from degarble.harness.engine.recover.earlier_calls import earlier_rows
 from degarble.harness.engine.recover.edits import edits_of, input_by, least
+from degarble.harness.engine.recover.heads import other_angles, other_heads
 from degarble.harness.engine.recover.maps import (
     Sides,
     as_matrix,
     maps_of,
-    moved,
     simplest,
 )
 from degarble.harness.engine.recover.matrices import (
@@ -62,19 +61,25 @@ from degarble.harness.engine.recover.operands import operand_of
 from degarble.harness.engine.recover.products import allowance, is_comparable, views_of
 from degarble.harness.engine.recover.quantisers import decoded_input, quantiser_edits
 from degarble.harness.engine.recover.responses import recovered_input, seen_rows
-from degarble.harness.engine.recover.seen_keys import rules_of_keys
-from degarble.harness.engine.recover.shares import only_in, shares_of
+from degarble.harness.engine.recover.seen_keys import rules_of_entries, rules_of_keys
+from degarble.harness.engine.recover.shares import shares_of
+from degarble.harness.engine.recover.slots import (
+    CACHE,
+    rules_of_slots,
+    written_otherwise,
+    written_rows,
+)
 from degarble.harness.engine.recover.stated import operation
 from degarble.harness.engine.recover.transposed import squares_of, turned_square
 from degarble.harness.engine.recover.vectors import used_vectors
 from degarble.harness.engine.recover.weights import (
-    CopiedRow,
-    Element,
+    SHOWN,
     RecoveredWeight,
-    RowGain,
-    ScaleChange,
     UsedWeights,
+    lines_of,
     recovered_weight,
+    remedy_of,
+    sentence_of,
 )
 from degarble.harness.engine.recover.whole import (
     causes_in_operands,
@@ -94,13 +99,11 @@ if TYPE_CHECKING:
     from degarble.harness.engine.diagnose.conditions import ActiveCondition
     from degarble.harness.engine.diagnose.trial import VariantFit
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
-    from degarble.harness.engine.recover.weights import RecoveredRow
 
-SHOWN = 8  # rows of a table, weights of a sentence
 FEWEST_CHOSEN = 4  # rows with other choices
-FEW_PARTS = 2  # different changes in a sentence
 NEARLY = 0.1  # of the difference, that a rule with a fitted number leaves
 ROUGHLY = 0.6  # that one with a coarse number leaves
+SAME_NUMBER = 2.0**-8  # of a number, by which one of fewer digits may differ: BF16 keeps no more
 MOST_RULES = 10  # of one output that are proved
 MOST_SOURCES = 64  # weights of other components among whose rows copies are looked up
 MOST_NUMBERS = 1 << 26  # of one of them: half a gigabyte
@@ -134,7 +137,7 @@ def describe(context: ComponentContext, calls: Sequence[CallRecord]) -> Describe
     """
     if not calls or calls[0].implied:
         return None
-    found = _described(context, calls) or _in_a_share(context, calls)
+    found = _described(context, calls) or _by_heads(context, calls) or _in_a_share(context, calls)
     return None if found is None else replace(found, context=context)
 
 
@@ -158,15 +161,12 @@ def shows_enough(calls: Sequence[CallRecord]) -> bool:
 
 
 def _in_a_share(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
-    """Describe what only the columns of one rank show: the others may follow it or not."""
+    """Describe what only some heads, or one rank's columns, show: others may follow it or not."""
     cut = shares_of(context, calls)
     found = None if cut is None else _described(context, cut.calls)
     if cut is None or found is None:
         return None
-    variant = FaultVariant(
-        found.variant.words, partial(only_in, cut.columns, found.variant.apply),
-        stores_within=found.variant.stores_within,
-    )  # fmt: skip
+    variant = cut.alone(found.variant)
     fit = _predicts(context, calls, variant)
     if fit is None:
         return None
@@ -175,7 +175,10 @@ def _in_a_share(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
 
 
 def _described(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
-    found = _by_weights(context, calls) or _by_keys(context, calls) or _by_outputs(context, calls)
+    found = (
+        _by_weights(context, calls) or _by_keys(context, calls) or _by_slots(context, calls)
+        or _by_outputs(context, calls)
+    )  # fmt: skip
     if found is not None and found.here:
         # Rows that hold those of others in these calls may be the same number in every call.
         return _by_earlier_calls(context, calls) or _by_whole_numbers(context, calls) or found
@@ -183,6 +186,7 @@ def _described(context: ComponentContext, calls: Sequence[CallRecord]) -> Descri
         found
         or _by_earlier_calls(context, calls)
         or _by_inputs(context, calls)
+        or _by_angles(context, calls)
         or _by_squares(context, calls)
         or _by_operands(context, calls)
         or _by_numbers(context, calls)
@@ -248,14 +252,9 @@ def _by_weights(context: ComponentContext, calls: Sequence[CallRecord]) -> Descr
     fit = _predicts(context, calls, variant)
     if fit is None:
         return None
-    lines = [
-        f"{each.name}, row {row.row}: {_changes(row, each.name)}{_bytes(row)}"
-        for each in found
-        for row in each.rows
-    ]
-    sentence = _sentence(found, len(context.weights))
+    sentence = sentence_of(found, len(context.weights))
     kinds = {type(change) for each in found for row in each.rows for change in row.changes}
-    return Described(sentence, _remedy(kinds), tuple(lines[:SHOWN]), variant, fit)
+    return Described(sentence, remedy_of(kinds), lines_of(found), variant, fit)
 
 
 def _has_width(numbers: Tensor, width: int) -> bool:
@@ -275,148 +274,6 @@ def _elsewhere(context: ComponentContext, width: int) -> Iterator[tuple[str, Ten
             rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
             if columns == width and rows * columns <= MOST_NUMBERS:
                 yield full_name(sibling, name), numbers_of(weight)
-
-
-def _sentence(found: Sequence[RecoveredWeight], everything: int) -> str:
-    """Say what follows, weights with the same changes together."""
-    by_words: dict[str, list[str]] = {}
-    for name, rows in _by_name(found).items():
-        by_words.setdefault(_words(name, rows), []).append(name)
-    parts = []
-    for words, names in by_words.items():
-        if len(names) == 1:
-            where = names[0]
-        elif len(names) == everything:
-            where = f"each of its {len(names)} weights"
-        else:
-            where = f"each of {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
-        parts.append(words.format(weight=where))
-    shown = " and ".join(parts[:FEW_PARTS])
-    more = f", and {len(parts) - FEW_PARTS} weights more are changed" if parts[FEW_PARTS:] else ""
-    return f"The outputs follow if {shown}{more}."
-
-
-def _by_name(found: Sequence[RecoveredWeight]) -> dict[str, list[RecoveredRow]]:
-    """Join what was found in the groups of a weight."""
-    rows: dict[str, list[RecoveredRow]] = {}
-    for each in found:
-        rows.setdefault(each.name, []).extend(each.rows)
-    return rows
-
-
-def _words(name: str, rows: Sequence[RecoveredRow]) -> str:
-    """Describe the changes of one weight, which `{weight}` stands for."""
-    if len(rows) == 1:
-        return f"row {rows[0].row} of {{weight}} {_changes(rows[0], name)}"
-    changes = [change for row in rows for change in row.changes]
-    kinds = Counter(type(change) for change in changes)
-    where = f"{_range(rows)} of {{weight}}"
-    if kinds.keys() == {CopiedRow}:
-        return _copied_words(name, rows) or f"{where} hold the numbers of other rows"
-    alike = {change[:3] if isinstance(change, ScaleChange) else change for change in changes}
-    if len(alike) == 1 and all(len(row.changes) == 1 for row in rows):
-        match changes[0]:
-            case RowGain(factor):
-                what = f"are multiplied by {number(factor, 4)}" if factor else "are left out"
-                return f"{where} {what}"
-            case ScaleChange(begin, end, factor):
-                return (
-                    f"columns {begin} to {end - 1} have {number(factor, 4)} times their scale in"
-                    f" {where}"
-                )
-    words = {
-        Element: "other elements", ScaleChange: "blocks with other scales",
-        CopiedRow: "the numbers of other rows", RowGain: "a factor each",
-    }  # fmt: skip
-    parts = " and ".join(words[kind] for kind in kinds)
-    return f"{where} have {parts}"
-
-
-def _copied_words(name: str, rows: Sequence[RecoveredRow]) -> str:
-    """Say by what rule rows hold the numbers of others of one weight; empty where by none."""
-    copies = [change for row in rows for change in row.changes if isinstance(change, CopiedRow)]
-    sources = {change.source for change in copies}
-    shifts = {change.row - row.row for row, change in zip(rows, copies, strict=True)}
-    first, last = rows[0].row, rows[-1].row
-    run = last - first == len(rows) - 1
-    if len(sources) > 1 or not run:
-        return ""
-    of = "" if sources == {name} else f" of {copies[0].source}"
-    if len(shifts) == 1:
-        by = shifts.pop()
-        return (
-            f"rows {first} to {last} of {{weight}} hold the numbers of rows {first + by} to"
-            f" {last + by}{of}"
-        )
-    places = torch.tensor([change.row for change in copies]) - first
-    if of or not 0 <= int(places.min()) <= int(places.max()) < len(rows):
-        return ""
-    rule = moved(places, "row")
-    return f"among rows {first} to {last} of {{weight}}, {rule}" if rule else ""
-
-
-def _remedy(kinds: set[type]) -> str:
-    if kinds <= {Element}:
-        return (
-            "Compare the weight's bytes in memory with those of the file, and run `degarble audit"
-            " --against` on the file: few other numbers come from damaged storage or memory."
-        )
-    if kinds <= {ScaleChange}:
-        return "Compare the block scales in memory with those of the file: look at the loader."
-    if kinds <= {CopiedRow}:
-        return "Look at how rows are packed, split or addressed: loader, swizzle, tile offsets."
-    return "Compare the weight in memory with the file: look at loader, packer and epilogue."
-
-
-def _range(rows: Sequence[RecoveredRow]) -> str:
-    numbers = [row.row for row in rows]
-    steps = {b - a for a, b in pairwise(numbers)}
-    if steps == {1}:
-        return f"rows {numbers[0]} to {numbers[-1]}"
-    if len(steps) == 1 and len(numbers) > 2:
-        return f"every row {steps.pop()} apart from {numbers[0]} to {numbers[-1]}"
-    listed = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
-    return f"{len(numbers)} rows ({listed})"
-
-
-def _changes(row: RecoveredRow, name: str) -> str:
-    parts = []
-    for change in row.changes:
-        match change:
-            case Element():
-                parts.append(f"has {_element_words(change)}")
-            case ScaleChange(begin, end, factor, stored, used):
-                codes = f" (code {stored:#04x} became {used:#04x})" if used is not None else ""
-                where = f"columns {begin} to {end - 1}"
-                parts.append(f"has {number(factor, 4)} times its scale in {where}{codes}")
-            case CopiedRow(source, at):
-                of = "" if source == name else f" of {source}"
-                parts.append(f"holds the numbers of row {at}{of}")
-            case RowGain(factor):
-                parts.append(f"is multiplied by {number(factor, 4)}" if factor else "is left out")
-    several = f", or of {row.others} others that explain it as well" if row.others > 1 else ""
-    one = ", or of one other that explains it as well" if row.others == 1 else ""
-    return f"{' and '.join(parts)}{several}{one}"
-
-
-def _bytes(row: RecoveredRow) -> str:
-    """Say which bytes of the codes these are, for whoever compares memory with the file."""
-    held = [each.byte for each in row.changes if isinstance(each, Element)]
-    known = [byte for byte in held if byte is not None]
-    return f"; byte {' and '.join(map(str, known))} of its codes" if known else ""
-
-
-def _element_words(change: Element) -> str:
-    used = f"{simplest(change.used, change.error):.4g}"
-    text = f"{used} in place of {number(change.stored, 4)} in column {change.column}"
-    if change.used_code is None:
-        return f"about {text}"
-    bits = " and ".join(map(str, change.bits))
-    also = f" or {', '.join(f'{code:#x}' for code in change.as_well)}" if change.as_well else ""
-    return (
-        f"{text} (code {change.stored_code:#x} became {change.used_code:#x}{also}, bit"
-        f"{'s' if len(change.bits) > 1 else ''} {bits})"
-    )
 
 
 # ---- an operand that was another one as a whole --------------------------------------------------
@@ -533,28 +390,69 @@ def in_some_rows(
     """Describe rows that show other keys, or what belongs to a row beside them, and when.
 
     Calls are single ones. Wrong rows cannot be cut out of them, since they need their neighbours.
+    What was done to the right outputs of these rows is described there as well.
     """
     struck = [(call, bad) for call in calls if (bad := _struck(context, call)) is not None]
     if not struck:
         return None
-    of_keys = [variant for group in rules_of_keys(context, calls)[:1] for variant in group]
-    by_row = all(is_by_row(context, call) for call in calls)
-    held = []
-    for variant in (*of_keys, *(_beside(calls[0]) if by_row else ())):
-        fits = [_explained(context, replace(call, held=bad), variant) for call, bad in struck]
+    cut = [replace(call, held=bad) for call, bad in struck]
+
+    def held(variant: FaultVariant) -> tuple[FaultVariant, VariantFit, ActiveCondition] | None:
+        fits = [_explained(context, call, variant) for call in cut]
         known = [fit for fit in fits if fit is not None]
         condition = condition_of(context, calls, variant) if len(known) == len(fits) else None
-        if condition is not None:
-            held.append((variant, max(known, key=lambda each: each.ratio), condition))
-        if held and variant not in of_keys:
+        if condition is None:
+            return None
+        return variant, max(known, key=lambda each: each.ratio), condition
+
+    of_keys = [variant for group in rules_of_keys(context, calls)[:1] for variant in group]
+    found = [each for each in map(held, of_keys) if each is not None]
+    by_row = all(is_by_row(context, call) for call in calls)
+    ways = [(_FOLLOW, _READING, iter(_beside(calls[0]) if by_row else ()))]
+    if not by_row:
+        most = max(cut, key=_looked_at)
+        ways.append((_ARE_RIGHT, _EPILOGUE, _stored_otherwise(context, most)))
+    begin, remedy = _FOLLOW, _MASK
+    for begins, own, variants in () if found else ways:
+        found = list(islice((each for each in map(held, variants) if each is not None), 1))
+        if found:
+            begin, remedy = begins, own
             break
-    if not held:
+    if not found:
         return None
-    variant, worst, condition = held[0]
-    others = _others([(each, fit) for each, fit, _ in held])
-    sentence = f"The outputs follow if {variant.words}{others}."
-    remedy = _MASK if variant in of_keys else _READING
+    variant, worst, condition = found[0]
+    others = _others([(each, fit) for each, fit, _ in found])
+    sentence = f"{begin} {variant.words}{others}."
     return Described(sentence, remedy, (), variant, worst, context=context), condition
+
+
+_FOLLOW = "The outputs follow if"
+_ARE_RIGHT = "The outputs are the right ones in which"
+
+
+def _looked_at(record: CallRecord) -> int:
+    """Count the numbers that a variant has to give."""
+    return sum(int(mask.sum()) for mask in record.held.values())
+
+
+def _stored_otherwise(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    """Yield what was done to the right outputs of the rows that are looked at."""
+    for side in _sides(context, record):
+        mask = record.held.get(side.output)
+        if mask is None:
+            continue
+        rows = as_matrix(mask).any(1)
+        seen, right, allowed = (x[rows] for x in (side.seen, side.right, side.allowed))
+        part = replace(side, seen=seen, right=right, allowed=allowed)
+        for found in maps_of(part):
+            if not found.here:
+                change = with_outputs(partial(mapped, found.output, found.apply))
+                yield FaultVariant(found.words, change)
+        made = partial(_ruled_output, side.output, side.seen.shape[-1])
+        for rule in islice(rules_of(part), MOST_RULES):
+            yield made(rule)
+            if rule.again is not None:
+                yield made(_refined(context, record, rule, made))
 
 
 def _struck(context: ComponentContext, call: CallRecord) -> dict[str, Tensor] | None:
@@ -562,9 +460,12 @@ def _struck(context: ComponentContext, call: CallRecord) -> dict[str, Tensor] | 
     beyond = outputs_beyond(context, call, call.outputs)
     if not beyond or any(bad.ndim < 1 for bad, _ in beyond.values()):
         return None
+    if not any(certain for _, certain in beyond.values()):
+        return None  # roundings alone
     if len({len(bad) for bad, _ in beyond.values()}) > 1:
         return None  # rows of one output are no tokens of another
-    rows = torch.stack([bad.reshape(len(bad), -1).any(1) for bad, _ in beyond.values()]).any(0)
+    sure = [bad for bad, certain in beyond.values() if certain]
+    rows = torch.stack([bad.reshape(len(bad), -1).any(1) for bad in sure]).any(0)
     if not bool(rows.any()):
         return None
     return {
@@ -628,7 +529,7 @@ def _ruled(proved: tuple[RecoveredRule, FaultVariant, VariantFit], remedy: str) 
 
 def _ruled_output(output: str, wide: int, rule: RecoveredRule) -> FaultVariant:
     change = with_outputs(partial(mapped, output, partial(in_rows, rule.apply, wide)))
-    return FaultVariant(rule.words, change)
+    return FaultVariant(rule.words, change, stores_within=rule.adds)
 
 
 def _by_extents(sides: Sides, like: Tensor) -> Iterator[tuple[int, RecoveredRule]]:
@@ -665,7 +566,30 @@ def _proved(
         rule = _refined(context, calls[0], rule, made, nearly)
         variant = made(rule)
         fit = _predicts(context, calls, variant)
-    return None if fit is None else (rule, variant, fit)
+    return None if fit is None else _in_fewest_digits(context, calls, (rule, variant, fit), made)
+
+
+def _in_fewest_digits(
+    context: ComponentContext,
+    calls: Sequence[CallRecord],
+    proved: tuple[RecoveredRule, FaultVariant, VariantFit],
+    made: Callable[[RecoveredRule], FaultVariant],
+) -> tuple[RecoveredRule, FaultVariant, VariantFit]:
+    """Return the rule with the number of fewest digits that gives as much as the one it has."""
+    rule, _, fit = proved
+    for digits in range(1, 4) if rule.again is not None else ():
+        plain = float(f"{rule.value:.{digits}g}")
+        if plain == rule.value:
+            break
+        if abs(plain - rule.value) > SAME_NUMBER * abs(rule.value):
+            continue
+        assert rule.again is not None, "it has a number"
+        other = rule.again(plain)
+        variant = made(other)
+        own = _predicts(context, calls, variant)
+        if own is not None and own.identical >= fit.identical and own.ratio <= fit.ratio:
+            return other, variant, own
+    return proved
 
 
 def _refined(
@@ -854,11 +778,71 @@ def _ruled_input(name: str, wide: int, rule: RecoveredRule) -> FaultVariant:
 
 def _by_keys(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
     """Say which keys were seen; all rules that hold, where the calls do not tell them apart."""
-    for group in rules_of_keys(context, calls):
+    entries = [[variant] for variant in rules_of_entries(context, calls)]
+    for group in (*rules_of_keys(context, calls), *entries):
         fits = [(variant, _predicts(context, calls, variant)) for variant in group]
         held = [(variant, fit) for variant, fit in fits if fit is not None]
         if held:
             return _first_of(held, _MASK)
+    return None
+
+
+def _by_slots(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    """Say which slots of a cache hold what; all rules that hold, where calls do not tell."""
+    for group in rules_of_slots(context, calls):
+        fits = [(variant, _predicts(context, calls, variant)) for variant in group]
+        held = [(variant, fit) for variant, fit in fits if fit is not None]
+        if held:
+            return _first_of(held, _SLOTS)
+    if context.component.kind == CACHE and len(calls) > 1:
+        return _as_written(context, calls)
+    return None
+
+
+def _as_written(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    """Say what was done to the rows that each call wrote to a cache."""
+    most = max(calls, key=lambda record: int(record.inputs["positions"].numel()))
+    for side in _sides(context, most):
+        right = most.expected[side.output]
+        new = written_rows(most, len(right))
+        if new is None:
+            return None
+        rows = new.repeat_interleave(len(side.seen) // len(right))
+        seen, own, allowed = (x[rows] for x in (side.seen, side.right, side.allowed))
+        part = replace(side, seen=seen, right=own, allowed=allowed)
+        for rule in islice(rules_of(part), MOST_RULES):
+            made = partial(_written_by, side.output)
+            proved = _proved(context, calls, rule, made)
+            if proved is not None:
+                where = "" if len(most.expected) == 1 else f" of {side.output}"
+                words = f"In the rows{where} that a call writes, {proved[1].words}."
+                return Described(words, _SLOTS, proved[0].table[:SHOWN], *proved[1:])
+    return None
+
+
+def _written_by(output: str, rule: RecoveredRule) -> FaultVariant:
+    return FaultVariant(rule.words, with_outputs(partial(written_otherwise, output, rule.apply)))
+
+
+_SLOTS = "Look at how slots and pages of the cache are addressed, and when they are written."
+
+
+def _by_heads(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    """Say which heads of keys and values the query heads met."""
+    variants = other_heads(context, calls[0], list(_sides(context, calls[0])))
+    fits = [(variant, _predicts(context, calls, variant)) for variant in variants]
+    return _first_of([(each, fit) for each, fit in fits if fit is not None], _HEADS)
+
+
+_HEADS = "Look at how heads of queries are counted in those of keys: groups, ranks, offsets."
+
+
+def _by_angles(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
+    """Say by which other position's angles rows were rotated."""
+    for variant in other_angles(context, calls[0]):
+        fit = _predicts(context, calls, variant)
+        if fit is not None:
+            return _first_of([(variant, fit)], _READING)
     return None
 
 

@@ -9,7 +9,7 @@ Shape letters: R rows, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
@@ -36,6 +36,7 @@ MOST_MATCHED = 1 << 26  # pairs of numbers, to find lines in other places
 FEW_LINES = 24  # by which lines are matched first
 FIRST_LINES = 2  # of these, that rule out most
 MOST_EXCHANGED = 3  # values of codes or choices
+MOST_OPEN = 0.5  # of the lines that moved, whose sources are not the only ones
 NARROW = 3  # numbers of a line, at least, that have to match another line
 _PARTS = (16, 8, 4, 3, 2)  # of what is allowed: numbers are mostly half a spacing off
 _ROUNDING = 2.0**-7
@@ -51,6 +52,7 @@ class RecoveredRule(NamedTuple):
     table: tuple[str, ...] = ()
     value: float = 0.0  # a number that was fitted, if `again` makes the rule with another one
     again: Callable[[float], RecoveredRule] | None = None
+    adds: bool = False  # a sum may cancel what was rounded before
 
 
 @operation
@@ -70,6 +72,7 @@ class NumberChange(NamedTuple):
     whole: bool = False  # the words say which lines
     value: float = 0.0  # a number that was fitted, if `again` makes the change with another one
     again: Callable[[float], NumberChange] | None = None
+    adds: bool = False  # a sum may cancel what was rounded before
 
     def rule(self, rows: Lines, columns: Lines) -> RecoveredRule:
         """Return the change in a part of rows and columns."""
@@ -77,7 +80,8 @@ class NumberChange(NamedTuple):
         if make is not None:
             again = lambda value: make(value).rule(rows, columns)  # noqa: E731
         apply = partial(_applied, self.apply, rows, columns)
-        return RecoveredRule(_words(self, rows, columns), apply, self.table, self.value, again)
+        words = _words(self, rows, columns)
+        return RecoveredRule(words, apply, self.table, self.value, again, self.adds)
 
 
 def rules_of(sides: Sides, *, rows: bool = False) -> Iterator[RecoveredRule]:
@@ -253,7 +257,8 @@ def multiplied(value: float) -> NumberChange:
 def shifted(value: float) -> NumberChange:
     """Return the change by an addend."""
     words = f"are {number(abs(value), 4)} too {'large' if value > 0 else 'small'}"
-    return NumberChange(words, partial(torch.add, other=value), value=value, again=shifted)
+    of = partial(torch.add, other=value)
+    return NumberChange(words, of, value=value, again=shifted, adds=True)
 
 
 def bounded(value: float) -> NumberChange:
@@ -353,7 +358,7 @@ def _bounds(seen: Tensor, right: Tensor, allowed: Tensor) -> Iterator[NumberChan
 def _of_places(sides: Sides, wrong: Tensor, *, rows: bool) -> Iterator[NumberChange]:
     columns = _matched(sides, wrong)
     if columns is not None:
-        yield _moved_change(columns, "column", 1)
+        yield _moved_change(*columns, "column", 1)
     if not rows:
         return
     turned = replace(
@@ -361,17 +366,22 @@ def _of_places(sides: Sides, wrong: Tensor, *, rows: bool) -> Iterator[NumberCha
     )  # fmt: skip
     lines = _matched(turned, wrong.T)
     if lines is not None:
-        yield _moved_change(lines, "row", 0)
+        yield _moved_change(*lines, "row", 0)
     yield from _transposed(sides, wrong)
 
 
-def _moved_change(places: Tensor, kind: str, dim: int) -> NumberChange:
+def _moved_change(places: Tensor, as_well: Sequence[int], kind: str, dim: int) -> NumberChange:
+    """Return the change to other places; some lines may hold the numbers of several others."""
     words, table = moved(places, kind), tuple[str, ...]()
     if not words:
         others = (places != torch.arange(len(places))).nonzero().flatten().tolist()
         table = tuple(f"{kind} {at} holds {kind} {int(places[at])}" for at in others)
         shown = ", ".join(f"{int(places[at])} in {at}" for at in others[:3])
         words = f"{len(others)} {kind}s hold the numbers of others ({shown}, ...)"
+    if as_well:
+        listed = ", ".join(map(str, as_well[:MOST_LISTED]))
+        lines = f"{kind}{'s' if len(as_well) > 1 else ''} {listed}"
+        words = f"{words} (in {lines} others explain it as well)"
     rule = rule_of(places) if dim else None
     of = partial(_taken, places, dim) if rule is None else partial(lines_by, rule, dim)
     return NumberChange(words, of, table, whole=True)
@@ -384,8 +394,11 @@ def _taken(places: Tensor, dim: int, right: Tensor) -> Tensor:
     return right.index_select(dim, places)
 
 
-def _matched(sides: Sides, wrong: Tensor) -> Tensor | None:
-    """Return, for each column, the one whose numbers it holds; None where one holds no one's."""
+def _matched(sides: Sides, wrong: Tensor) -> tuple[Tensor, list[int]] | None:
+    """Return, for each column, the one whose numbers it holds; None where one holds no one's.
+
+    With them come the columns of which others differ too little to be told apart; they are few.
+    """
     rows, columns = wrong.any(1).nonzero().flatten(), wrong.any(0).nonzero().flatten()
     known = rows[sides.allowed[rows].isfinite().all(1)]
     if len(known) < min(NARROW, len(wrong)) or len(columns) < 1:
@@ -404,7 +417,7 @@ def _matched(sides: Sides, wrong: Tensor) -> Tensor | None:
         seen[:, struck], right[:, sources], allowed[:, struck]
     ).all(0)  # fmt: skip
     places = torch.arange(wrong.shape[1])
-    own = sides.right[known]
+    own, as_well = sides.right[known], list[int]()
     for at, column in enumerate(columns.tolist()):
         sources = near[at].nonzero().flatten()
         sources = sources[sources != column]
@@ -416,10 +429,20 @@ def _matched(sides: Sides, wrong: Tensor) -> Tensor | None:
                 sides.allowed[known][:, column, None],
             ).all(0)  # fmt: skip
             sources = sources[held]
-            if not len(sources) or bool((own[:, sources] != own[:, sources[:1]]).any()):
-                return None  # several would do: which one is not known
+            if not len(sources):
+                return None
+            if bool((own[:, sources] != own[:, sources[:1]]).any()):
+                as_well.append(column)
+                sources = sources[_nearest(sides, known, column, sources)]
         places[column] = sources[(sources - column).abs().argmin()]
-    return places
+    return (places, as_well) if len(as_well) <= MOST_OPEN * len(columns) else None
+
+
+def _nearest(sides: Sides, known: Tensor, column: int, sources: Tensor) -> Tensor:
+    """Mark the columns whose numbers are nearest to those of one."""
+    gap = sides.seen[known][:, column, None] - sides.right[known][:, sources]
+    far = (gap / sides.allowed[known][:, column, None].clamp(min=_TINY)).square().sum(0)
+    return far == far.min()
 
 
 def _transposed(sides: Sides, wrong: Tensor) -> Iterator[NumberChange]:

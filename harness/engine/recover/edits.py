@@ -9,6 +9,7 @@ list of known faults is read.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import permutations
@@ -59,6 +60,9 @@ if TYPE_CHECKING:
 LEAVES = 0.3  # of the difference in a sample, at most
 MOST_PROVED = 8
 POSITIONS = "positions"
+CHOSEN = "chosen"
+FEW_CHOSEN = 16  # places of a list, of which each is tried
+FEWEST_NUMBERS = 4  # of a weight, that a function has to give
 FEW_PLACES = 64  # of an axis along which every rule is tried
 _GRID = (
     0.0, 1e-3, 0.01, 0.1, 0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 4.0, 10.0, 100.0, 1e3, 1e4, 1e5,
@@ -70,6 +74,7 @@ _SHIFTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128)
 _UNITS = range(2, 65)  # by which positions may be counted
 _COUNTED = 1000  # a whole number of the config above this is taken for a real one
 _PARTS = (32, 64, 128)  # columns of a partial sum
+NEAR_FITTED = 2.0**-7  # of a number that was fitted to a sample, to which all rows are asked
 _ROUNDING = 2.0**-9
 _CODED = frozenset({CODES, BLOCK_SCALE, TENSOR_SCALE, X_LOOSE})
 
@@ -108,8 +113,9 @@ def _edits(context: ComponentContext, sample: Sample, record: CallRecord) -> Ite
     yield from _passed(sample.record)
     yield from _of_weights(context, record)
     yield from _of_inputs(sample.record)
-    yield from _scaled_inputs(context, sample)
+    yield from _scaled_inputs(context, sample, record)
     yield from _of_positions(context, sample, record)
+    yield from _of_chosen(sample.record)
     if has_facts(context):
         yield from _on_their_way(context, sample)
         read = _fields_read(context, sample)
@@ -169,6 +175,7 @@ def _of_weights(context: ComponentContext, record: CallRecord) -> Iterator[Fault
         multiplied = {view.name for view in views_of(context, record) if bool(view.wrong.any())}
         plain = {name: weight for name, weight in weights.items() if not weight.is_quantised}
         few = {name: weight for name, weight in plain.items() if name not in multiplied}
+    few = {name: weight for name, weight in few.items() if _shows_enough(weight, record)}
     groups: list[tuple[str, ...]] = [(name,) for name in few]
     if len(few) > 1:
         groups.append(tuple(few))
@@ -192,6 +199,19 @@ def _of_weights(context: ComponentContext, record: CallRecord) -> Iterator[Fault
                 made = partial(_by_function, frozenset(names), partial(requantised, form))
                 words = f"every number of {text} is quantised to {form.name}"
                 yield FaultVariant(words, with_weights(made))
+
+
+def _shows_enough(weight: Weight, record: CallRecord) -> bool:
+    """Return whether outputs that are looked at show enough numbers of a weight for a function.
+
+    Where it has one number for a head, and few heads are looked at, many functions give these.
+    """
+    heads = [
+        mask.any(2).any(0)
+        for mask in record.held.values()
+        if mask.ndim == 3 and weight.shape == mask.shape[1:2]
+    ]
+    return not heads or int(torch.stack(heads).any(0).sum()) >= FEWEST_NUMBERS
 
 
 @operation
@@ -263,17 +283,32 @@ def _numbers_given(record: CallRecord) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _scaled_inputs(context: ComponentContext, sample: Sample) -> Iterator[FaultVariant]:
+def _scaled_inputs(
+    context: ComponentContext, sample: Sample, record: CallRecord
+) -> Iterator[FaultVariant]:
     for name in _numbers_given(sample.record):
         fitted = _fitted(context, sample, partial(_scaled_input, name), 1.0)
-        if fitted is not None:
-            yield fitted
+        if fitted is None:
+            continue
+        yield fitted
+        # Codes hardly answer to the last digits, so that these need all rows.
+        every = sampled(context, record, sys.maxsize) if _CODED & record.outputs.keys() else None
+        stored = _fitted(context, sample, partial(_scaled_and_stored, name), 1.0, every)
+        if stored is not None:
+            yield stored
 
 
 def _scaled_input(name: str, factor: float) -> FaultVariant:
     return FaultVariant(
         f"the input {name} is multiplied by {number(factor, 4)}",
         with_inputs(partial(_times, name, factor)),
+    )
+
+
+def _scaled_and_stored(name: str, factor: float) -> FaultVariant:
+    return FaultVariant(
+        f"the input {name} is multiplied by {number(factor, 4)} and stored again",
+        with_inputs(partial(input_by, name, partial(torch.mul, other=factor))),
     )
 
 
@@ -304,6 +339,49 @@ def _swapped(one: str, other: str, inputs: Tensors) -> Tensors:
 def _input_moved(name: str, axis: int, of: Callable[[int], Tensor], inputs: Tensors) -> Tensors:
     tensor = inputs[name]
     return {**inputs, name: tensor.index_select(axis, of(tensor.shape[axis]))}
+
+
+# ---- lists of what attention reads -----------------------------------------------------------
+
+
+def _of_chosen(record: CallRecord) -> Iterator[FaultVariant]:
+    """Some places of a list are not read, numbers are off by one, or rows have others' lists."""
+    chosen = record.inputs.get(CHOSEN)
+    if chosen is None or chosen.ndim != 2 or chosen.is_floating_point():
+        return
+    count = chosen.shape[1]
+    ends = [(at, at + 1) for at in range(count)] if count <= FEW_CHOSEN else []
+    ends += [(count // 2, count), (0, count // 2), (count - 1, count), (0, 1)]
+    for begin, end in dict.fromkeys(ends):
+        one = end - begin == 1
+        which = f"place {begin}" if one else f"places {begin} to {end - 1}"
+        words = f"{which} of each list of chosen rows {'is' if one else 'are'} not read"
+        unread = partial(_places_unread, begin, end)
+        yield FaultVariant(words, with_inputs(partial(_chosen_by, unread)))
+    for by, side in ((1, "large"), (-1, "small")):
+        words = f"the numbers of chosen rows are 1 too {side}"
+        yield FaultVariant(words, with_inputs(partial(_chosen_by, partial(_moved_by, by))))
+    for by, side in ((1, "before"), (-1, "after")):
+        words = f"each token has the chosen rows of the token {side} it, around the end of a call"
+        moved = partial(torch.roll, shifts=by, dims=0)
+        yield FaultVariant(words, with_inputs(partial(_chosen_by, moved)))
+
+
+@operation
+def _chosen_by(of: Callable[[Tensor], Tensor], inputs: Tensors) -> Tensors:
+    return {**inputs, CHOSEN: of(inputs[CHOSEN])}
+
+
+@operation
+def _places_unread(begin: int, end: int, chosen: Tensor) -> Tensor:
+    made = chosen.clone()
+    made[:, begin:end] = -1
+    return made
+
+
+@operation
+def _moved_by(by: int, chosen: Tensor) -> Tensor:
+    return torch.where(chosen < 0, chosen, (chosen + by).clamp(min=0))
 
 
 # ---- positions -----------------------------------------------------------------------------------
@@ -631,13 +709,20 @@ def _config_variant(context: ComponentContext, path: str, value: float) -> Fault
 
 
 def _fitted(
-    context: ComponentContext, sample: Sample, of: Callable[[float], FaultVariant], own: float
+    context: ComponentContext,
+    sample: Sample,
+    of: Callable[[float], FaultVariant],
+    own: float,
+    every: Sample | None = None,
 ) -> FaultVariant | None:
-    """Return the variant of a number that leaves least of the difference; None where none helps."""
+    """Return the variant of a number that leaves least of the difference; None where none helps.
 
-    def left(value: float) -> float:
+    `every` is all that is known: there the last digits are chosen.
+    """
+
+    def left(value: float, on: Sample = sample) -> float:
         try:
-            return _left(context, sample, of(value))
+            return _left(context, on, of(value))
         except (*CANNOT_RUN, DegarbleError, OverflowError, ZeroDivisionError):
             return 1.0
 
@@ -659,9 +744,14 @@ def _fitted(
     leaves = left(found)
     if known[best] <= leaves:
         found, leaves = best * scale, known[best]
+    last = sample
+    if every is not None:
+        last, near = every, NEAR_FITTED * abs(found)
+        found = least(partial(left, on=every), found - near, found + near)
+        leaves = left(found, every)
     for digits in range(1, 7):
         plain = float(f"{found:.{digits}g}")
-        if left(plain) <= leaves * 1.1 + 1e-6:
+        if left(plain, last) <= leaves * 1.1 + 1e-6:
             return of(plain)
     return of(found)
 

@@ -182,12 +182,31 @@ def _filled(sides: Sides) -> OutputMap | None:
         return None
     (top, bottom), (left, right) = part.rows, part.columns
     count, width = sides.seen.shape
-    rows = "" if (top, bottom) == (0, count) else f"rows {top} to {bottom - 1}"
-    columns = "" if (left, right) == (0, width) else f"columns {left} to {right - 1}"
+    rows = "" if (top, bottom) == (0, count) else lines_from("row", top, bottom)
+    columns = "" if (left, right) == (0, width) else lines_from("column", left, right)
     where = ", ".join(each for each in (rows, columns) if each) or "all numbers"
     shape = tuple(sides.seen.shape) if rows else ()
     filled = partial(_with_filled, shape, part.rows, part.columns, value)
-    return OutputMap(sides.output, f"{where} hold {number(value, 4)}", filled, here=bool(rows))
+    also = number_of_a_column(value, sides.right[top:bottom])
+    one = not rows and right - left == 1
+    words = f"{where} {'holds' if one else 'hold'} {number(value, 4)}{also}"
+    return OutputMap(sides.output, words, filled, here=bool(rows))
+
+
+def number_of_a_column(value: float, right: Tensor) -> str:
+    """Say which column has a number in all of these rows [R, F]: it may have been copied.
+
+    Zeros and ones are more likely a buffer's than a column's.
+    """
+    if value in {0.0, 1.0}:
+        return ""
+    found = (right == value).all(0).nonzero().flatten().tolist()
+    return f" (or the number of column {found[0]}: these explain it as well)" if found else ""
+
+
+def lines_from(kind: str, begin: int, end: int) -> str:
+    """Say which rows or columns are those of a range that ends before a number."""
+    return f"{kind} {begin}" if end - begin == 1 else f"{kind}s {begin} to {end - 1}"
 
 
 Ends = tuple[int, int]
@@ -231,11 +250,12 @@ def _moved_part(sides: Sides) -> OutputMap | None:
     everywhere = high == count
     shape = () if everywhere else tuple(sides.seen.shape)
     moved_part = partial(_with_part, shape, (top, row, high), (left, column, wide))
-    rows = "" if everywhere else f"rows {top} to {bottom - 1}, "
-    of = "" if everywhere or row == top else f"rows {row} to {row + high - 1}, "
+    rows = "" if everywhere else f"{lines_from('row', top, bottom)}, "
+    of = "" if everywhere or row == top else f"{lines_from('row', row, row + high)}, "
+    holds = "holds" if wide == 1 else "hold"
     words = (
-        f"{rows}columns {left} to {right - 1} hold the numbers of {of}columns {column} to"
-        f" {column + wide - 1}"
+        f"{rows}{lines_from('column', left, right)} {holds} the numbers of"
+        f" {of}{lines_from('column', column, column + wide)}"
     )
     return OutputMap(sides.output, words, moved_part, here=not everywhere)
 

@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.faults.attention import FAR, by_lists, lists_of, without
 from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     facts_at,
     has_facts,
     with_facts,
+    with_function,
 )
 from degarble.harness.engine.recover.stated import operation
+from degarble.references.facts import single
 from degarble.references.traced.attention import MASK, SINK, admitted_keys
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.engine.faults.attention import ListedAttention
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 
 ATTENTION = "traced.attention"
@@ -199,9 +203,14 @@ def _rows(
     healthy: list[int] = []
     left = MOST_ROWS
     for record in calls:
-        for query, key, value, seen, right in _by_sequence(record):
-            if len(key) > MOST_KEYS or not bool(seen.isfinite().all()):
+        shown = _shown(record)
+        if shown is None:
+            continue
+        heads, columns = shown
+        for query, key, value, *outputs in _by_sequence(record):
+            if len(key) > MOST_KEYS or not bool(outputs[0].isfinite().all()):
                 continue
+            seen, right = (side[:, heads][..., columns] for side in outputs)
             gap, size = ((x.flatten(1).norm(dim=1)) for x in (seen - right, right))
             wrong = gap > _DIFFERS * size
             at = torch.arange(len(key) - len(query), len(key))
@@ -213,13 +222,27 @@ def _rows(
             if len(chosen):
                 weights, sinks, admitted = _shares(context, query, key)
                 group = query.shape[1] // key.shape[1]
-                values = value.repeat_interleave(group, 1).transpose(0, 1)
-                sinks = None if sinks is None else sinks[:, chosen]
+                values = value.repeat_interleave(group, 1).transpose(0, 1)[heads][..., columns]
+                sinks = None if sinks is None else sinks[heads][:, chosen]
                 own = _Queries(
-                    weights[:, chosen], values, seen[chosen], sinks, at[chosen], admitted[chosen]
-                )
+                    weights[heads][:, chosen], values, seen[chosen], sinks, at[chosen],
+                    admitted[chosen],
+                )  # fmt: skip
                 rows.append(own)
     return rows, healthy
+
+
+def _shown(record: CallRecord) -> tuple[Tensor, Tensor] | None:
+    """Return which heads and columns of outputs are looked at; None where rows differ in that."""
+    heads, wide = record.inputs["query"].shape[1], record.inputs["value"].shape[-1]
+    held = record.held.get("out")
+    if held is None:
+        return torch.arange(heads), torch.arange(wide)
+    by_head = held.reshape(len(held), heads, -1)
+    of_heads, of_columns = by_head.any(2).any(0), by_head.any(1).any(0)
+    if not torch.equal(by_head, (of_heads[:, None] & of_columns).expand_as(by_head)):
+        return None
+    return of_heads.nonzero().flatten(), of_columns.nonzero().flatten()
 
 
 def _by_sequence(record: CallRecord) -> Iterator[tuple[Tensor, ...]]:
@@ -275,7 +298,7 @@ def _sink(context: ComponentContext, heads: int) -> Tensor | None:
     return held[0].values(torch.float64).double() if len(held) == 1 else None
 
 
-class _Equations(NamedTuple):
+class KeyEquations(NamedTuple):
     """Equations of one query: what each unknown adds [S, E], which those are, and the rest [E]."""
 
     unknowns: Tensor
@@ -292,9 +315,18 @@ def _of_feature(rows: Sequence[_Queries], feature: str) -> Iterator[KeyRule]:
     """
     most = max(each.weights.shape[2] for each in rows)
     shift = most - 1 if feature == DISTANCE else 0
-    size = most + shift
     fixed = feature == KEY or any(each.sinks is not None for each in rows)
     queries = [part for each in rows for part in _equations(each, feature, shift)]
+    known = seen_and_unseen(queries, most + shift, fixed=fixed)
+    if known is not None:
+        seen, unseen = ((at.nonzero().flatten() - shift).tolist() for at in known)
+        yield from rules_that_give(feature, seen, unseen)
+
+
+def seen_and_unseen(
+    queries: Sequence[KeyEquations], size: int, *, fixed: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Mark the unknowns that are 1 and those that are 0; None where one is neither."""
     for _ in range(_AGAIN):
         found, error = _solved(queries, size, fixed=fixed)
         lefts = torch.stack(
@@ -306,14 +338,10 @@ def _of_feature(rows: Sequence[_Queries], feature: str) -> Iterator[KeyRule]:
         queries = [q for q, out in zip(queries, odd.tolist(), strict=True) if not out]
     sure = error < KNOWN
     seen, unseen = (sure & ((found - one).abs() < KNOWN + error) for one in (1, 0))
-    if bool((sure & ~seen & ~unseen).any()):
-        return
-    yield from _rules(
-        feature, *((at.nonzero().flatten() - shift).tolist() for at in (seen, unseen))
-    )
+    return None if bool((sure & ~seen & ~unseen).any()) else (seen, unseen)
 
 
-def _equations(rows: _Queries, feature: str, shift: int) -> Iterator[_Equations]:
+def _equations(rows: _Queries, feature: str, shift: int) -> Iterator[KeyEquations]:
     keys = torch.arange(rows.weights.shape[2])
     for t, at in enumerate(rows.positions.tolist()):
         out_HD, share_HS = rows.outputs[t], rows.weights[:, t]
@@ -328,12 +356,12 @@ def _equations(rows: _Queries, feature: str, shift: int) -> Iterator[_Equations]
             rest_HD = rest_HD + pull_SHD[at]
             free = rows.admitted[t] & (keys != at)
         index = (at - keys + shift if feature == DISTANCE else keys)[free]
-        yield _Equations(
+        yield KeyEquations(
             index, pull_SHD[free].flatten(1), rest_HD.flatten(), share_HS[:, free].sum(0)
         )
 
 
-def _solved(queries: Sequence[_Equations], size: int, *, fixed: bool) -> tuple[Tensor, Tensor]:
+def _solved(queries: Sequence[KeyEquations], size: int, *, fixed: bool) -> tuple[Tensor, Tensor]:
     """Return unknowns and their errors, infinite where nothing is known of one.
 
     Where no term is fixed, all may have a factor: they are 0 or 1 in the mean of their shares.
@@ -368,7 +396,7 @@ def _solved(queries: Sequence[_Equations], size: int, *, fixed: bool) -> tuple[T
     return values, errors
 
 
-def _rules(feature: str, seen: list[int], unseen: list[int]) -> Iterator[KeyRule]:
+def rules_that_give(feature: str, seen: list[int], unseen: list[int]) -> Iterator[KeyRule]:
     """Yield the rules that give all that is known, the simplest first."""
     if not seen or not unseen:
         return
@@ -392,3 +420,135 @@ def _rules(feature: str, seen: list[int], unseen: list[int]) -> Iterator[KeyRule
         if bool(rule.holds(given).all()) and not bool(rule.holds(missing).any()):
             yield rule
             return
+
+
+# ---- lists of sparse attention -------------------------------------------------------------------
+#
+# A token of V4 has a window of latents and a list of compressed entries. Whether a row counts is a
+# linear unknown as well: by how far back in the window it is, or by its place in the list of
+# entries, which is the entry's number where none are chosen. The other list is taken as it is.
+#
+# Shape letters: L row width, R rows of a sequence.
+
+WINDOW, RANK, ENTRY = "window", "rank", "entry"
+
+
+@operation
+class ListRule(NamedTuple):
+    """The rows of one list that are seen."""
+
+    feature: str
+    keys: KeyRule
+
+    @property
+    def words(self) -> str:
+        """Say what a token sees."""
+        rule = self.keys
+        if self.feature == WINDOW:
+            return f"in its window, {rule.words}"
+        what = "chosen entry" if self.feature == RANK else "entry"
+        listed = "chosen entries" if self.feature == RANK else "entries"
+        if rule.step > 1:
+            which = f"every {rule.step}. of the {listed} from {rule.low} on"
+        elif rule.high is None:
+            which = f"the {listed} from {rule.low} on"
+        elif rule.low == rule.high:
+            which = f"the {what} {rule.low}"
+        else:
+            which = f"the {listed} {rule.low} to {rule.high}"
+        return f"a token does not see {which}" if rule.outside else f"a token sees {which} only"
+
+
+def feature_of(feature: str, listed: ListedAttention) -> tuple[Tensor, Tensor]:
+    """Return a feature of the rows [T, R] of a list, and which rows are in it."""
+    far = listed.place >= FAR
+    if feature == WINDOW:
+        return listed.near - 1 - listed.place, (listed.place >= 0) & ~far
+    return listed.place - FAR, far
+
+
+@operation
+def entries_gone(rule: ListRule, listed: ListedAttention) -> Tensor:
+    """Mark the places [T, R] that a rule leaves out."""
+    value, inside = feature_of(rule.feature, listed)
+    return inside & ~rule.keys.holds(value)
+
+
+def rules_of_entries(
+    context: ComponentContext, calls: Sequence[CallRecord]
+) -> Iterator[FaultVariant]:
+    """Yield rules for the rows of lists that were seen, which the tokens that differ suggest."""
+    if context.role != "attn.attend" or not has_facts(context):
+        return
+    if any("window" not in record.inputs or record.implied or record.held for record in calls):
+        return
+    chosen = all("chosen" in record.inputs for record in calls)
+    for feature in (WINDOW, RANK if chosen else ENTRY):
+        try:
+            queries = list(_of_lists(context, calls, feature))
+        except CANNOT_RUN:
+            return
+        if len(queries) < _FEWEST or not any(len(each.unknowns) for each in queries):
+            continue
+        size = 1 + max(int(each.unknowns.max()) for each in queries if len(each.unknowns))
+        if size > MOST_KEYS:
+            continue
+        known = seen_and_unseen(queries, size, fixed=True)
+        if known is None:
+            continue
+        of = DISTANCE if feature == WINDOW else KEY
+        seen, unseen = (at.nonzero().flatten().tolist() for at in known)
+        rules = rules_that_give(of, seen, unseen)
+        if unseen and not seen:  # no token has another row in its list
+            rules = iter([KeyRule(of, min(unseen), max(unseen), outside=True)])
+        for keys in rules:
+            rule = ListRule(feature, keys)
+            change = with_function(
+                context, partial(by_lists, partial(without, partial(entries_gone, rule)))
+            )
+            yield FaultVariant(rule.words, change)
+
+
+def _of_lists(
+    context: ComponentContext, calls: Sequence[CallRecord], feature: str
+) -> Iterator[KeyEquations]:
+    """Yield what each wrong token says of the rows of one list."""
+    facts: Any = facts_at(context)
+    sink_H = single(context.weights).values(torch.float64).double()
+    left = MOST_ROWS
+    for record in calls:
+        seen, right = (side["out"].double() for side in (record.outputs, record.expected))
+        if seen.shape != right.shape or not bool(seen.isfinite().all()):
+            continue
+        begin = 0
+        for listed in lists_of(facts, record.inputs):
+            count = len(listed.q)
+            own = seen[begin : begin + count].reshape(listed.q.shape)
+            gap = (own - right[begin : begin + count].reshape(own.shape)).flatten(1).norm(dim=1)
+            wrong = (gap > _DIFFERS * own.flatten(1).norm(dim=1)).nonzero().flatten()
+            begin += count
+            if len(wrong) > left:
+                wrong = wrong[torch.linspace(0, len(wrong) - 1, left).long()] if left else wrong[:0]
+            left -= len(wrong)
+            yield from _of_tokens(listed, own, wrong, sink_H, feature)
+
+
+def _of_tokens(
+    listed: ListedAttention, out_THL: Tensor, wrong: Tensor, sink_H: Tensor, feature: str
+) -> Iterator[KeyEquations]:
+    value, inside = feature_of(feature, listed)
+    rows = listed.rows.double()
+    for t in wrong.tolist():
+        there = listed.place[t] >= 0
+        logit_HR = listed.q[t].double() @ rows.T * listed.q.shape[-1] ** -0.5
+        top = torch.maximum(logit_HR[:, there].amax(1), sink_H)
+        share_HR = (logit_HR - top[:, None]).exp()
+        out_HL = out_THL[t]
+        weigh_H = 1 / out_HL.square().mean(1).sqrt().clamp(min=_TINY)
+        pull_RHL = (rows[:, None] - out_HL[None]) * (share_HR * weigh_H[:, None]).T[..., None]
+        free = there & inside[t]
+        rest_HL = pull_RHL[there & ~free].sum(0)
+        rest_HL = rest_HL - out_HL * ((sink_H - top).exp() * weigh_H)[:, None]
+        index = value[t][free]
+        mass = share_HR[:, free].sum(0)
+        yield KeyEquations(index, pull_RHL[free].flatten(1), rest_HL.flatten(), mass)

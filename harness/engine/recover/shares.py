@@ -1,18 +1,20 @@
-"""Look at the columns of an output that one rank holds, where all others are right.
+"""Look at the heads, or the columns of an output that one rank holds, where all others are right.
 
 A cause that is seen in one rank's columns may be one of everything: its other columns were computed
 by ranks that are healthy. So outputs elsewhere are taken as they are while it is recovered, and a
-variant acts in these columns alone.
+variant acts in these columns alone. The same holds of single heads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.engine.localise.discrepancy import outputs_beyond
+from degarble.harness.engine.faults.model_faults import FaultVariant
+from degarble.harness.engine.localise.discrepancy import axis_of, outputs_beyond, spans
 from degarble.harness.engine.recover.stated import operation
 
 if TYPE_CHECKING:
@@ -25,21 +27,37 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 RANKS = (8, 4, 2)
+HEADS_APART = 3  # axes of an output that has one for heads
 _FILLED = 0.5  # of a rank's columns are wrong, at least
+
+
+Ends = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Calls of which one rank's columns are looked at."""
+    """Calls of which some heads, or one rank's columns, are looked at."""
 
     calls: Sequence[CallRecord]
-    columns: Mapping[str, tuple[int, int]]  # by output
     words: str
+    columns: Mapping[str, Ends]  # by output
+    heads: Mapping[str, tuple[int, ...]]  # by output; one of both is empty
+
+    def alone(self, variant: FaultVariant) -> FaultVariant:
+        """Return a variant that acts there and nowhere else."""
+        only: Any = partial(only_in_heads, self.heads) if self.heads else (
+            partial(only_in, self.columns)
+        )  # fmt: skip
+        return FaultVariant(
+            f"{variant.words}, in {self.words} alone", partial(only, variant.apply),
+            variant.where, stores_within=variant.stores_within,
+        )  # fmt: skip
 
 
 def shares_of(context: ComponentContext, calls: Sequence[CallRecord]) -> Share | None:
-    """Return the smallest share of columns that holds all wrong outputs; None where none does."""
+    """Return the heads, or the smallest share of columns, that hold all wrong outputs; or None."""
     wrong: dict[str, Tensor] = {}
+    hit: dict[str, Tensor] = {}
     for record in calls:
         for name, (bad, _) in (outputs_beyond(context, record, record.outputs) or {}).items():
             if bad.ndim < 2:
@@ -48,17 +66,43 @@ def shares_of(context: ComponentContext, calls: Sequence[CallRecord]) -> Share |
             if name in wrong and len(wrong[name]) != len(own):
                 return None  # as wide as a call is long: these are no columns of a rank
             wrong[name] = wrong.get(name, torch.zeros_like(own)) | own
-    found = [(name, ends) for name, bad in wrong.items() if bool(bad.any())
-             and (ends := _ends(bad)) is not None]  # fmt: skip
-    if not found or len(found) < sum(bool(bad.any()) for bad in wrong.values()):
+            if bad.ndim == HEADS_APART:
+                heads = bad.any(2).any(0)
+                hit[name] = hit.get(name, torch.zeros_like(heads)) | heads
+    struck = [name for name, bad in wrong.items() if bool(bad.any())]
+    return _of_heads(context, calls, struck, hit) or _of_columns(calls, struck, wrong)
+
+
+def _of_heads(
+    context: ComponentContext, calls: Sequence[CallRecord], struck: Sequence[str],
+    hit: Mapping[str, Tensor],
+) -> Share | None:  # fmt: skip
+    axis = axis_of(context.component)
+    if not axis or not struck or any(n not in hit or bool(hit[n].all()) for n in struck):
+        return None
+    heads = {name: tuple(hit[name].nonzero().flatten().tolist()) for name in struck}
+    parts = [
+        f"{axis}{'s' if len(own) > 1 else ''} {spans(list(own))}"
+        f"{'' if len(hit) == 1 else f' of {name}'}"
+        for name, own in heads.items()
+    ]
+    cut = [replace(record, held=_held(record, {}, heads)) for record in calls]
+    return Share(cut, f"{' and '.join(parts)} of the outputs", {}, heads)
+
+
+def _of_columns(
+    calls: Sequence[CallRecord], struck: Sequence[str], wrong: Mapping[str, Tensor]
+) -> Share | None:
+    found = [(name, ends) for name in struck if (ends := _ends(wrong[name])) is not None]
+    if not found or len(found) < len(struck):
         return None
     columns = dict(found)
     parts = [
         f"columns {begin} to {end - 1}{'' if len(wrong) == 1 else f' of {name}'}"
         for name, (begin, end) in columns.items()
     ]
-    cut = [replace(record, held=_held(record, columns)) for record in calls]
-    return Share(cut, columns, f"{' and '.join(parts)} of the outputs")
+    cut = [replace(record, held=_held(record, columns, {})) for record in calls]
+    return Share(cut, f"{' and '.join(parts)} of the outputs", columns, {})
 
 
 def _ends(wrong: Tensor) -> tuple[int, int] | None:
@@ -72,12 +116,18 @@ def _ends(wrong: Tensor) -> tuple[int, int] | None:
     return None
 
 
-def _held(record: CallRecord, columns: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+def _held(
+    record: CallRecord, columns: Mapping[str, Ends], heads: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
     made = {}
-    for name, (begin, end) in columns.items():
-        if name in record.outputs:
-            made[name] = torch.zeros(record.outputs[name].shape, dtype=torch.bool)
-            made[name][..., begin:end] = True
+    for name, output in record.outputs.items():
+        if name not in columns and name not in heads:
+            continue
+        made[name] = torch.zeros(output.shape, dtype=torch.bool)
+        if name in heads:
+            made[name][:, list(heads[name])] = True
+        else:
+            made[name][..., slice(*columns[name])] = True
     return made
 
 
@@ -93,6 +143,23 @@ def only_in(columns: Mapping[str, tuple[int, int]], of: Callable[[Any], Any], ca
         for name, (begin, end) in columns.items():
             made[name] = right[name].clone()
             made[name][..., begin:end] = wrong[name][..., begin:end].to(right[name].dtype)
+        return made
+
+    return faulty
+
+
+@operation
+def only_in_heads(heads: Mapping[str, tuple[int, ...]], of: Callable[[Any], Any], call: Any) -> Any:
+    """Return a call that is changed in some heads of its outputs alone."""
+    changed = of(call)
+
+    def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        right = call(inputs, weights)
+        wrong = changed(inputs, weights)
+        made = dict(right)
+        for name, chosen in heads.items():
+            made[name] = right[name].clone()
+            made[name][:, list(chosen)] = wrong[name][:, list(chosen)].to(right[name].dtype)
         return made
 
     return faulty

@@ -10,7 +10,9 @@ Shape letters: T rows of inputs, N rows of a weight, C wrong columns, K elements
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,10 +20,12 @@ import torch
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import by_tensor_scale, numbers_of, scale_numbers
+from degarble.harness.engine.recover.maps import moved, simplest
 from degarble.harness.engine.recover.stated import operation
 from degarble.harness.formats.codec import decode_array, pack_nibbles
 from degarble.harness.formats.quantise import spread_blocks
 from degarble.harness.formats.weight import Weight
+from degarble.harness.report.number_text import number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from degarble.harness.formats.number_formats import NumberFormat
     from degarble.harness.formats.quantise import QuantisedTensor
 
+SHOWN = 8  # rows of a table, weights of a sentence
+FEW_PARTS = 2  # different changes in a sentence
 MOST_COLUMNS = 512  # wrong columns examined at most
 FEW_COLUMNS = 8  # of them that are examined first
 MOST_ELEMENTS = 4  # of a row that are solved for one after the other
@@ -634,3 +640,159 @@ def _with_codes(weight: Weight, found: RecoveredWeight) -> Weight | None:
         return None  # scales in another layout: the numbers say it as well
     kept = scales if linear else weight.block_scale
     return replace(weight, codes=packed, block_scale=kept, _decoded={})
+
+
+# ---- what is said of them ------------------------------------------------------------------------
+
+
+def sentence_of(found: Sequence[RecoveredWeight], everything: int) -> str:
+    """Say what follows, weights with the same changes together."""
+    by_words: dict[str, list[str]] = {}
+    for name, rows in _rows_by_name(found).items():
+        by_words.setdefault(_words_of(name, rows), []).append(name)
+    parts = []
+    for words, names in by_words.items():
+        if len(names) == 1:
+            where = names[0]
+        elif len(names) == everything:
+            where = f"each of its {len(names)} weights"
+        else:
+            where = f"each of {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        parts.append(words.format(weight=where))
+    shown = " and ".join(parts[:FEW_PARTS])
+    more = f", and {len(parts) - FEW_PARTS} weights more are changed" if parts[FEW_PARTS:] else ""
+    return f"The outputs follow if {shown}{more}."
+
+
+def _rows_by_name(found: Sequence[RecoveredWeight]) -> dict[str, list[RecoveredRow]]:
+    """Join what was found in the groups of a weight."""
+    rows: dict[str, list[RecoveredRow]] = {}
+    for each in found:
+        rows.setdefault(each.name, []).extend(each.rows)
+    return rows
+
+
+def _words_of(name: str, rows: Sequence[RecoveredRow]) -> str:
+    """Describe the changes of one weight, which `{weight}` stands for."""
+    if len(rows) == 1:
+        return f"row {rows[0].row} of {{weight}} {_changes(rows[0], name)}"
+    changes = [change for row in rows for change in row.changes]
+    kinds = Counter(type(change) for change in changes)
+    where = f"{_range_of(rows)} of {{weight}}"
+    if kinds.keys() == {CopiedRow}:
+        return _copied_words(name, rows) or f"{where} hold the numbers of other rows"
+    alike = {change[:3] if isinstance(change, ScaleChange) else change for change in changes}
+    if len(alike) == 1 and all(len(row.changes) == 1 for row in rows):
+        match changes[0]:
+            case RowGain(factor):
+                what = f"are multiplied by {number(factor, 4)}" if factor else "are left out"
+                return f"{where} {what}"
+            case ScaleChange(begin, end, factor):
+                return (
+                    f"columns {begin} to {end - 1} have {number(factor, 4)} times their scale in"
+                    f" {where}"
+                )
+    words = {
+        Element: "other elements", ScaleChange: "blocks with other scales",
+        CopiedRow: "the numbers of other rows", RowGain: "a factor each",
+    }  # fmt: skip
+    parts = " and ".join(words[kind] for kind in kinds)
+    return f"{where} have {parts}"
+
+
+def _copied_words(name: str, rows: Sequence[RecoveredRow]) -> str:
+    """Say by what rule rows hold the numbers of others of one weight; empty where by none."""
+    copies = [change for row in rows for change in row.changes if isinstance(change, CopiedRow)]
+    sources = {change.source for change in copies}
+    shifts = {change.row - row.row for row, change in zip(rows, copies, strict=True)}
+    first, last = rows[0].row, rows[-1].row
+    run = last - first == len(rows) - 1
+    if len(sources) > 1 or not run:
+        return ""
+    of = "" if sources == {name} else f" of {copies[0].source}"
+    if len(shifts) == 1:
+        by = shifts.pop()
+        return (
+            f"rows {first} to {last} of {{weight}} hold the numbers of rows {first + by} to"
+            f" {last + by}{of}"
+        )
+    places = torch.tensor([change.row for change in copies]) - first
+    if of or not 0 <= int(places.min()) <= int(places.max()) < len(rows):
+        return ""
+    rule = moved(places, "row")
+    return f"among rows {first} to {last} of {{weight}}, {rule}" if rule else ""
+
+
+def remedy_of(kinds: set[type]) -> str:
+    """Say where to look, by the kinds of changes."""
+    if kinds <= {Element}:
+        return (
+            "Compare the weight's bytes in memory with those of the file, and run `degarble audit"
+            " --against` on the file: few other numbers come from damaged storage or memory."
+        )
+    if kinds <= {ScaleChange}:
+        return "Compare the block scales in memory with those of the file: look at the loader."
+    if kinds <= {CopiedRow}:
+        return "Look at how rows are packed, split or addressed: loader, swizzle, tile offsets."
+    return "Compare the weight in memory with the file: look at loader, packer and epilogue."
+
+
+def _range_of(rows: Sequence[RecoveredRow]) -> str:
+    numbers = [row.row for row in rows]
+    steps = {b - a for a, b in pairwise(numbers)}
+    if steps == {1}:
+        return f"rows {numbers[0]} to {numbers[-1]}"
+    if len(steps) == 1 and len(numbers) > 2:
+        return f"every row {steps.pop()} apart from {numbers[0]} to {numbers[-1]}"
+    listed = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+    return f"{len(numbers)} rows ({listed})"
+
+
+def _changes(row: RecoveredRow, name: str) -> str:
+    parts = []
+    for change in row.changes:
+        match change:
+            case Element():
+                parts.append(f"has {_element_words(change)}")
+            case ScaleChange(begin, end, factor, stored, used):
+                codes = f" (code {stored:#04x} became {used:#04x})" if used is not None else ""
+                where = f"columns {begin} to {end - 1}"
+                parts.append(f"has {number(factor, 4)} times its scale in {where}{codes}")
+            case CopiedRow(source, at):
+                of = "" if source == name else f" of {source}"
+                parts.append(f"holds the numbers of row {at}{of}")
+            case RowGain(factor):
+                parts.append(f"is multiplied by {number(factor, 4)}" if factor else "is left out")
+    several = f", or of {row.others} others that explain it as well" if row.others > 1 else ""
+    one = ", or of one other that explains it as well" if row.others == 1 else ""
+    return f"{' and '.join(parts)}{several}{one}"
+
+
+def _bytes_of(row: RecoveredRow) -> str:
+    """Say which bytes of the codes these are, for whoever compares memory with the file."""
+    held = [each.byte for each in row.changes if isinstance(each, Element)]
+    known = [byte for byte in held if byte is not None]
+    return f"; byte {' and '.join(map(str, known))} of its codes" if known else ""
+
+
+def _element_words(change: Element) -> str:
+    used = f"{simplest(change.used, change.error):.4g}"
+    text = f"{used} in place of {number(change.stored, 4)} in column {change.column}"
+    if change.used_code is None:
+        return f"about {text}"
+    bits = " and ".join(map(str, change.bits))
+    also = f" or {', '.join(f'{code:#x}' for code in change.as_well)}" if change.as_well else ""
+    return (
+        f"{text} (code {change.stored_code:#x} became {change.used_code:#x}{also}, bit"
+        f"{'s' if len(change.bits) > 1 else ''} {bits})"
+    )
+
+
+def lines_of(found: Sequence[RecoveredWeight]) -> tuple[str, ...]:
+    """Return a line for each row that was another one."""
+    lines = [
+        f"{each.name}, row {row.row}: {_changes(row, each.name)}{_bytes_of(row)}"
+        for each in found
+        for row in each.rows
+    ]
+    return tuple(lines[:SHOWN])

@@ -192,6 +192,7 @@ def test_a_table_of_places_is_a_rule_or_none() -> None:
 # Functions of recover that are passed on and are no part of a change: they search.
 SEARCH = {
     "distance", "unrounded", "unrounded_output", "cache", "_scaled_input", "_config_variant",
+    "_scaled_and_stored", "_looked_at", "_written_by", "by_lists", "without",
     "_filled", "_moved_part", "_moved_rows", "_moved_columns", "_gains", "_clamped", "_cut",
     "_signs", "height", "_alone", "_unquantised", "_ruled_output", "_ruled_input", "holding",
     "multiplied", "shifted", "bounded", "_variant", "_ruled_weight", "_ruled_numbers_given",

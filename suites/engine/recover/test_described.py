@@ -255,6 +255,18 @@ def test_a_map_that_misses_one_number_is_none() -> None:
     assert not list(maps_of(Sides("out", seen, right, allowed)))
 
 
+def test_a_number_that_a_column_has_may_have_been_copied() -> None:
+    right = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)).double()
+    seen, allowed = right.clone(), torch.full_like(right, 1e-6)
+    seen[2, 1:] = right[2, 0]
+    (found,) = [each.words for each in maps_of(Sides("out", seen, right, allowed))]
+    assert found.startswith("row 2, columns 1 to 31 hold")
+    assert found.endswith("(or the number of column 0: these explain it as well)")
+    seen[2, 1:] = 0.3
+    (found,) = [each.words for each in maps_of(Sides("out", seen, right, allowed))]
+    assert found == "row 2, columns 1 to 31 hold 0.3000"
+
+
 def test_a_sign_that_is_lost_is_no_factor_of_the_negative_columns() -> None:
     right = torch.randn(3, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     allowed = torch.full_like(right, 1e-9)

@@ -65,6 +65,20 @@ def test_a_rule_is_told_and_holds_for_other_numbers(name: str) -> None:
     assert torch.allclose(rule.apply(other), change(other), atol=1e-4)
 
 
+def test_lines_that_others_would_do_for_are_said_and_are_few() -> None:
+    """Two columns differ too little to be told apart, and one of them stands elsewhere."""
+    right = drawn(4)
+    right[:, 9] = right[:, 8] + EPSILON / 8
+    order = torch.arange(32)
+    order[torch.tensor([1, 2, 3, 4])] = torch.tensor([20, 21, 9, 23])
+    rule = next(rules_of(sides_of(right, right[:, order])))
+    assert "20 in 1, 21 in 2, 9 in 3" in rule.words
+    assert "(in column 3 others explain it as well)" in rule.words
+    alone = torch.arange(32)
+    alone[3] = 9
+    assert not any("others" in each.words for each in rules_of(sides_of(right, right[:, alone])))
+
+
 @pytest.mark.parametrize("part", [(slice(4, 12), slice(None)), (slice(None), slice(2, 20, 3))])
 def test_rows_of_a_weight_that_moved_are_told_in_their_part(part: tuple[slice, slice]) -> None:
     right = drawn(2)
