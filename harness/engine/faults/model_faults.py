@@ -443,7 +443,7 @@ def decoded(
     form = facts.activation(name) if facts is not None else None
     dtype = torch.float64 if facts is None else facts.numerics.products
     x = activation_values(inputs, form, dtype)
-    width = max(weight.shape[1] for weight in weights.values() if weight.shape)
+    width = max(weight.shape[1] for weight in weights.values() if len(weight.shape) > 1)
     made = change(x.reshape(*x.shape[:-1], -1, width))
     parts = {name: tensor for name, tensor in inputs.items() if name not in _CODED}
     return {**parts, X: made.reshape(*x.shape[:-1], -1).to(x.dtype)}

@@ -253,6 +253,24 @@ def quantised_larger(call: Any, inputs: Tensors, weights: Any) -> Tensors:
     return dict(call({**inputs, "x": x}, weights))
 
 
+def rounded_between(call: Any, inputs: Tensors, weights: Any) -> Tensors:
+    """A product with a bias is stored in BF16 after every 16 columns."""
+    x = inputs["x"]
+
+    def of(begin: int, end: int) -> Tensor:
+        part = torch.zeros_like(x)
+        part[:, begin:end] = x[:, begin:end]
+        stored: Tensor = call({**inputs, "x": part}, weights)["out"].double()
+        return stored
+
+    bias = of(0, 0)
+    total = bias
+    for begin in range(0, x.shape[1], 16):
+        own = of(begin, begin + 16) - bias
+        total = (total + own).to(torch.bfloat16).double()
+    return {"out": total.to(torch.bfloat16)}
+
+
 def first_row_stale(call: Any) -> Any:
     """Return a call whose first row is the one of the call before."""
     before: list[Tensor] = []
@@ -364,6 +382,10 @@ FAULTS: dict[str, ForeignFault] = {
     ),
     "too small by a number": ForeignFault(
         "v32 official", "layers.1.attn.wkv_a", too_small, "all numbers are 0.6301 too small"
+    ),
+    "rounded between parts": ForeignFault(
+        "gpt_oss bf16", "layers.1.self_attn.v_proj", rounded_between,
+        "sums over 16 columns are added up in BF16, each stored before",
     ),
     "scales of other blocks": ForeignFault(
         "v32 nvfp4-full", "layers.0.ffn.w2", other_blocks, "block 0 has the scales of block 5"
