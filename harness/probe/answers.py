@@ -97,7 +97,7 @@ class AnswerReader:
         message = choice.get("message")
         text = message.get("content") if isinstance(message, dict) else choice.get("text")
         if isinstance(message, dict):
-            text = f"{message.get('reasoning_content') or ''}{text or ''}"
+            text = f"{_reasoning(message)}{text or ''}"
         if not isinstance(text, str):
             raise self._wrong(text, "a text")
         finish = choice.get("finish_reason")
@@ -142,6 +142,8 @@ class AnswerReader:
 
     def prompt_scores(self, found: object, ids: tuple[int, ...]) -> tuple[Position, ...]:
         """Read vLLM's `prompt_logprobs`: tables by id, one a token of the prompt."""
+        if found is None:  # a field that the server does not know
+            return ()
         if not isinstance(found, list) or len(found) != len(ids):
             raise self._wrong(type(found).__name__, f"log-probabilities of {len(ids)} tokens")
         made = []
@@ -192,7 +194,7 @@ class AnswerReader:
                 delta = choice.get("delta")
                 if isinstance(delta, dict):
                     content = {"content": delta.get("content") or ""}
-                    reasoning = {"reasoning_content": delta.get("reasoning_content") or ""}
+                    reasoning = {"reasoning": _reasoning(delta)}
                     choice = {**choice, "message": content | reasoning}  # noqa: PLW2901  the same choice, in the form of a whole answer
                 index = choice.get("index")
                 place = index if isinstance(index, int) else 0
@@ -216,6 +218,11 @@ def _joined(parts: Iterable[Answer], usage: tuple[int | None, int | None]) -> An
         finish = part.finish or finish
         positions += part.positions
     return Answer(text, tuple(positions), finish, *usage)
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    """Return what a model thought before it answered; servers have two names for it."""
+    return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
 
 def _usage(document: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import ssl
 import threading
 import time
+import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -31,6 +33,8 @@ _PART = 1 << 16
 _RETRIES = 3  # of one request that is told to come again
 _LONGEST_PAUSE = 10.0  # seconds that a server may ask a client to wait
 _SHOWN = 160
+_ENDPOINT = re.compile(r"/v1(/chat/completions|/completions|/models)?$")
+_LINE_END = re.compile("\r\n|\n|\r")  # of an event stream: texts may hold U+2028 and U+0085
 
 
 class LimitReached(Exception):
@@ -102,7 +106,7 @@ class Client:
 
     @property
     def _base(self) -> str:
-        return str(self._parts.path).rstrip("/").removesuffix("/v1")
+        return _ENDPOINT.sub("", str(self._parts.path).rstrip("/"))
 
     @property
     def seconds(self) -> float:
@@ -285,7 +289,26 @@ class Client:
         length = answer.getheader("content-length")
         if length is not None and length.isdecimal() and size < int(length):
             raise _Dropped(f"{size} of {length} bytes")
-        return b"".join(parts)
+        return self._unpacked(path, answer, b"".join(parts))
+
+    def _unpacked(self, path: str, answer: http.client.HTTPResponse, raw: bytes) -> bytes:
+        """Undo what some proxies do to an answer, though nothing but identity was accepted."""
+        coding = (answer.getheader("content-encoding") or "identity").strip().lower()
+        if coding == "identity":
+            return raw
+        shown, expectation = printable(coding, _SHOWN), "an answer that is not compressed"
+        if coding not in ("gzip", "deflate"):
+            raise self._failure(path, f"content-encoding {shown}", expectation)
+        most = self._limits.body_bytes
+        try:
+            found = zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(raw, most + 1)
+        except zlib.error as error:
+            message = f"content-encoding {shown}: {_named(error)}"
+            raise self._failure(path, message, expectation) from error
+        if len(found) > most:
+            message = f"more than {most:,} bytes"
+            raise self._failure(path, message, "an answer of a bounded size")
+        return found
 
     def _reply(self, call: Call, answer: http.client.HTTPResponse, raw: bytes) -> Reply:
         kind = (answer.getheader("content-type") or "").partition(";")[0].strip().lower()
@@ -307,7 +330,7 @@ class Client:
         """Read server-sent events; an error event in the middle is the document."""
         found: list[dict[str, Any]] = []
         ended = False
-        for line in raw.decode("utf-8", "replace").splitlines():
+        for line in _LINE_END.split(raw.decode("utf-8-sig", "replace")):
             data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
             if data == "[DONE]":
                 ended = True
@@ -318,7 +341,7 @@ class Client:
                     document = None
                 if not isinstance(document, dict):
                     raise self._failure(path, printable(data, 60), "JSON objects as events")
-                if "error" in document:
+                if document.get("error"):  # null in every event of some servers
                     return Reply(500, document, tuple(found), ended)
                 found.append(document)
         return Reply(status, {}, tuple(found), ended)

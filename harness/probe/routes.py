@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 from degarble.harness.base.errors import UnusableServer
 from degarble.harness.probe.answers import slope
 from degarble.harness.probe.judging import ProbedCheck, ProbedComparison, ProbeFinding, compare
-from degarble.harness.probe.server import Ask
+from degarble.harness.probe.server import Ask, RefusedRequest
 from degarble.harness.probe.session import add_answer
 from degarble.harness.probe.vocabulary import same_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from degarble.harness.probe.answers import Answer, Position
     from degarble.harness.probe.server import Prompt
     from degarble.harness.probe.session import Session
@@ -152,11 +154,15 @@ def chunks(session: Session, result: ProbedCheck) -> None:
     for border in _BORDERS:
         if border + session.options.new_tokens > session.most_tokens:
             break
-        cut = session.cut(border - _BEFORE)
-        if cut is None:
-            result.notes.append(f"no prompt of {border - _BEFORE} tokens could be made")
+        try:
+            cut = session.cut(border - _BEFORE)
+            if cut is None:
+                result.notes.append(f"no prompt of {border - _BEFORE} tokens could be made")
+                break
+            answer = server.complete(Ask(cut, session.options.new_tokens))
+        except RefusedRequest as error:  # more than the model's context, which nothing stated
+            result.notes.append(_too_long(border - _BEFORE, error))
             break
-        answer = server.complete(Ask(cut, session.options.new_tokens))
         _add_prefilled(session, result, cut, answer, (border, f"over token {border}"))
         lengths.append(session.scored)
     pairs = [compare(a[1:], b[1:], 0).size for a, b in pairwise(lengths)]
@@ -174,24 +180,27 @@ def cached(session: Session, result: ProbedCheck) -> None:
         text = session.longer(session.options.texts[number], number)
         prompt = session.exact(text)
         cold = server.complete(Ask(prompt, _DECODED + _AHEAD))
-        longer = server.continued(prompt, cold, _DECODED)
-        if longer is None or len(cold.positions) <= _DECODED:
+        # A chat's answer is the assistant's: in the user's message it is another prompt.
+        decoded = 0 if server.chat_only else _DECODED
+        longer = prompt if server.chat_only else server.continued(prompt, cold, decoded)
+        if longer is None or len(cold.positions) <= decoded:
             result.notes.append("an answer ended before its tokens could become a prompt")
             continue
-        _ask_cached(session, result, (number, longer), cold)
+        expected = cold.positions[decoded:]
+        _ask_cached(session, result, (number, longer), expected)
         for where, similar in _similar(session, prompt, number):
             _ask_similar(session, result, (number, similar, where), cold)
-        _ask_cached(session, result, (number, longer), cold, "after similar prompts")
+        _ask_cached(session, result, (number, longer), expected, "after similar prompts")
 
 
 def _ask_cached(
-    session: Session, result: ProbedCheck, asked: tuple[int, Prompt], cold: Answer,
-    condition: str = "after its beginning",
+    session: Session, result: ProbedCheck, asked: tuple[int, Prompt],
+    expected: Sequence[Position], condition: str = "after its beginning",
 ) -> None:  # fmt: skip
     number, prompt = asked
     ask = Ask(prompt, _AHEAD)
     answer = session.server.complete(ask)
-    made = compare(cold.positions[_DECODED:], answer.positions, number, condition)
+    made = compare(expected, answer.positions, number, condition)
     result.comparisons.append(replace(made, body=session.server.call(ask).body))
 
 
@@ -250,14 +259,25 @@ def long_context(session: Session, result: ProbedCheck) -> None:
     """Exchange a quarter of a long prompt: every quarter has to matter."""
     longest = session.most_tokens - _AHEAD
     for length, left_out in zip(sorted({min(512, longest), longest}), _LEFT_OUT, strict=False):
-        ids, other = session.cut(length), session.cut(session.most_tokens - _AHEAD, first=1)
-        if isinstance(ids, tuple) and isinstance(other, tuple):
-            ids, other = ids[left_out:], other[left_out:]
-            _ask_quarters(session, result, ids, _quarters(ids, other))
-        else:
-            whole, text = session.about(length), session.about(session.most_tokens, first=1)
-            whole, text = (" ".join(each.split(" ")[left_out:]) for each in (whole, text))
-            _ask_quarters(session, result, whole, _word_quarters(whole, text))
+        try:
+            _ask_long(session, result, length, left_out)
+        except RefusedRequest as error:
+            result.notes.append(_too_long(length, error))
+
+
+def _ask_long(session: Session, result: ProbedCheck, length: int, left_out: int) -> None:
+    ids, other = session.cut(length), session.cut(session.most_tokens - _AHEAD, first=1)
+    if isinstance(ids, tuple) and isinstance(other, tuple):
+        ids, other = ids[left_out:], other[left_out:]
+        _ask_quarters(session, result, ids, _quarters(ids, other))
+    else:
+        whole, text = session.about(length), session.about(session.most_tokens, first=1)
+        whole, text = (" ".join(each.split(" ")[left_out:]) for each in (whole, text))
+        _ask_quarters(session, result, whole, _word_quarters(whole, text))
+
+
+def _too_long(tokens: int, error: RefusedRequest) -> str:
+    return f"no prompt of about {tokens} tokens was answered: {error.shown_value}"
 
 
 def _quarters(whole: tuple[int, ...], other: tuple[int, ...]) -> list[Prompt]:

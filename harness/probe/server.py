@@ -29,6 +29,7 @@ SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")  # as tokenizers spell their spec
 _TEXTS = 4  # prompts that are tried, until one is continued
 _TOPS = (20, 5, 1)  # likeliest tokens that are asked for, until the server accepts
 _SHOWN = 160
+_TOO_MUCH = (400, 413, 422)
 NO_TOKENIZER = "prompts are token ids, because no tokenizer is known"
 
 # What a check may need, and what to do where a server lacks it.
@@ -44,6 +45,10 @@ FEATURES = {
     "seed": "Accept seed.",
     "stream": "Accept stream.",
 }
+
+
+class RefusedRequest(UnusableServer):
+    """A request that is too much for a server: it can say so, and serves others."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ class ProbedServer:
         return next(special, len(answer.positions))
 
     def _read(self, call: Call, reply: Reply) -> list[Answer]:
-        if reply.status != 200:
+        if reply.status != 200 or _is_error(reply):
             raise self._refused(call.path, reply)
         found = AnswerReader(self._named(call)).answers(reply)
         for answer in found:
@@ -218,7 +223,8 @@ class ProbedServer:
             self.usage_notes.append(f"completion_tokens {new} with {shown} tokens in the answer")
 
     def _refused(self, path: str, reply: Reply) -> UnusableServer:
-        return UnusableServer(
+        kind = RefusedRequest if reply.status in _TOO_MUCH else UnusableServer
+        return kind(
             f"{self.name}{path}", reply.reason, "an answer (status 200)",
             "Look at the server's log; --token-file gives a token.",
         )  # fmt: skip
@@ -255,7 +261,11 @@ def _explored(client: Client, model: str | None, texts: Sequence[Prompt]) -> Pro
     find_model(server, model)
     text = _find_completions(server, texts)
     _find_chat(server, text, texts)
-    if not server.offers("completions"):
+    # Some servers show log-probabilities in chats alone.
+    without = not server.offers("log-probabilities") and server.offers("chat log-probabilities")
+    why = "chats alone show log-probabilities" if without else ""
+    why = why if server.offers("completions") else "chats alone are served"
+    if why:
         if not server.offers("chat"):
             reason = f"completions: {server.lacks['completions']}; chat: {server.lacks['chat']}"
             raise UnusableServer(
@@ -263,8 +273,7 @@ def _explored(client: Client, model: str | None, texts: Sequence[Prompt]) -> Pro
                 "Give the model's name with --model, and a token with --token-file.",
             )  # fmt: skip
         server.chat_only = True
-        server.lacks["prompts as ids"] = "chats alone are served"
-        server.lacks["prompt log-probabilities"] = "chats alone are served"
+        server.lacks |= dict.fromkeys(("prompts as ids", "prompt log-probabilities"), why)
         if not server.offers("chat log-probabilities"):
             server.lacks["log-probabilities"] = server.lacks["chat log-probabilities"]
         else:
@@ -284,12 +293,17 @@ def find_model(server: ProbedServer, model: str | None) -> None:
             f"{server.name}{MODELS}", reply.reason, "a token that the server accepts",
             "Write it into a file, and give --token-file FILE.",
         )  # fmt: skip
+    if reply.status in (429, 503):
+        raise UnusableServer(
+            f"{server.name}{MODELS}", reply.reason, "a server that is ready",
+            "Wait until it has loaded its model, or has less to do, and probe it again.",
+        )  # fmt: skip
     cards = reply.document.get("data")
     known = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
     names = [str(card.get("id")) for card in known if isinstance(card.get("id"), str)]
     if model is None and not names:
         raise UnusableServer(
-            f"{server.name}{MODELS}", reply.reason, "a list of models",
+            f"{server.name}{MODELS}", _without_models(reply), "a list of models",
             "Give the address of an OpenAI-compatible server, or the model with --model.",
         )  # fmt: skip
     if model is not None and names and model not in names:
@@ -298,14 +312,21 @@ def find_model(server: ProbedServer, model: str | None) -> None:
     server.card = next((card for card in known if card.get("id") == server.model), {})
 
 
+def _without_models(reply: Reply) -> str:
+    """Say what came in place of a list of models."""
+    if reply.status != 200 or _is_error(reply):
+        return reply.reason
+    return "an empty list" if reply.document.get("data") == [] else "JSON without a list"
+
+
 def _find_completions(server: ProbedServer, texts: Sequence[Prompt]) -> Prompt:
     """Find how completions show log-probabilities; return a text that the model continues."""
     text = texts[0]
     for text in texts[:_TEXTS]:
         plain = Ask(text, 2)
-        reply = _tried(server, plain)
-        if reply.status != 200:
-            server.lacks |= dict.fromkeys(("completions", "log-probabilities"), reply.reason)
+        reply, reason = _tried(server, plain)
+        if reason:
+            server.lacks |= dict.fromkeys(("completions", "log-probabilities"), reason)
             return text
         answer = server._read(server.call(plain), reply)[0]  # noqa: SLF001  found out here
         if answer.text:
@@ -320,20 +341,19 @@ def find_scores(server: ProbedServer, text: Prompt) -> None:
     # Without a tokenizer a token has no other name than its id.
     named = {"return_tokens_as_token_ids": True} if isinstance(text, tuple) else {}
     for top in _TOPS:
-        reply = _tried(server, Ask(text, 1, {"logprobs": top, **named}))
-        if reply.status != 200:
+        reply, reason = _tried(server, Ask(text, 1, {"logprobs": top, **named}))
+        if reason:
             continue
         answer = server._read(server.call(plain), reply)[0]  # noqa: SLF001  found out here
         if answer.positions:
             server.top = top
             break
     else:
-        server.lacks["log-probabilities"] = (
-            reply.reason if reply.status != 200 else "none came back"
-        )
+        server.lacks["log-probabilities"] = reason or "none came back"
         return
-    reply = _tried(server, Ask(text, 1, {"logprobs": top, "return_tokens_as_token_ids": True}))
-    if reply.status == 200:
+    wanted = {"logprobs": top, "return_tokens_as_token_ids": True}
+    reply, reason = _tried(server, Ask(text, 1, wanted))
+    if not reason:
         positions = server._read(server.call(plain), reply)[0].positions  # noqa: SLF001  as above
         server.ids = bool(positions) and positions[0].number is not None
 
@@ -349,9 +369,9 @@ def _find_tokenizer(server: ProbedServer, text: Prompt) -> None:
         server.lacks["prompts as ids"] = "the tokenizer is not known"
         server.ids = False
         return
-    reply = _tried(server, Ask(ids, 1))
-    if reply.status != 200:
-        server.lacks["prompts as ids"] = reply.reason
+    _, reason = _tried(server, Ask(ids, 1))
+    if reason:
+        server.lacks["prompts as ids"] = reason
         server.ids = False
 
 
@@ -420,34 +440,36 @@ def _find_chat(server: ProbedServer, text: Prompt, texts: Sequence[Prompt]) -> N
         server.lacks |= dict.fromkeys(("chat", "chat log-probabilities"), NO_TOKENIZER)
         return
     body: dict[str, Any] = {"model": server.model, "max_tokens": 1, "temperature": 0}
-    reply = server.client.ask(CHAT, body | {"messages": [{"role": "user", "content": text}]})
-    if reply.status != 200:
-        server.lacks |= dict.fromkeys(("chat", "chat log-probabilities"), reply.reason)
+    first = Call(CHAT, body | {"messages": [{"role": "user", "content": text}]})
+    _, reason = _sent(server, first)
+    if reason:
+        server.lacks |= dict.fromkeys(("chat", "chat log-probabilities"), reason)
         return
     top = server.top or _TOPS[1]
     body |= {"logprobs": True, "top_logprobs": top}
     for words in (text, *(other for other in texts if other != text))[:_TEXTS]:
-        reply = server.client.ask(CHAT, body | {"messages": [{"role": "user", "content": words}]})
-        answer = AnswerReader(CHAT).answers(reply)[0] if reply.status == 200 else None
+        wanted = Call(CHAT, body | {"messages": [{"role": "user", "content": words}]})
+        reply, reason = _sent(server, wanted)
+        answer = None if reason else AnswerReader(CHAT).answers(reply)[0]
         if answer is None or answer.text or answer.positions:
             break  # else it ended at once: another text may be continued
     if answer is not None and answer.positions and answer.positions[0].top:
         server.top = top
         return
-    server.lacks["chat log-probabilities"] = reply.reason if answer is None else "none came back"
+    server.lacks["chat log-probabilities"] = reason or "none came back"
 
 
 def _find_fields(server: ProbedServer, text: Prompt) -> None:
     tries = {"several choices": {"n": 2, "temperature": 1}, "seed": {"seed": 7, "temperature": 1}}
     for feature, fields in tries.items():
-        reply = _tried(server, Ask(text, 1, fields))
-        if reply.status != 200:
-            server.lacks[feature] = reply.reason
+        reply, reason = _tried(server, Ask(text, 1, fields))
+        if reason:
+            server.lacks[feature] = reason
         elif feature == "several choices" and not _has_choices(reply, 2):
             server.lacks[feature] = "one choice came back where two were asked for"
-    reply = _tried(server, Ask(text, 1, {"stream": True}))
-    if reply.status != 200 or not reply.events:
-        server.lacks["stream"] = reply.reason if reply.status != 200 else "no events came back"
+    reply, reason = _tried(server, Ask(text, 1, {"stream": True}))
+    if reason or not reply.events:
+        server.lacks["stream"] = reason or "no events came back"
 
 
 def _has_choices(reply: Reply, count: int) -> bool:
@@ -455,6 +477,19 @@ def _has_choices(reply: Reply, count: int) -> bool:
     return isinstance(choices, list) and len(choices) == count
 
 
-def _tried(server: ProbedServer, ask: Ask) -> Reply:
-    call = server.call(ask)
-    return server.client.ask(call.path, call.body)
+def _tried(server: ProbedServer, ask: Ask) -> tuple[Reply, str]:
+    return _sent(server, server.call(ask))
+
+
+def _sent(server: ProbedServer, call: Call) -> tuple[Reply, str]:
+    """Send a request that a server may refuse; return its answer, or the reason why not."""
+    try:
+        reply = server.client.ask(call.path, call.body)
+    except UnusableServer as error:  # no JSON, or nothing at all: it may know other requests
+        return Reply(0, {}), str(error.value)
+    return reply, "" if reply.status == 200 and not _is_error(reply) else reply.reason
+
+
+def _is_error(reply: Reply) -> bool:
+    """Return whether an error came in place of choices: some servers send it with status 200."""
+    return bool(reply.document.get("error")) and not reply.document.get("choices")

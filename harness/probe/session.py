@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from degarble.harness.base.errors import UnusableServer
 from degarble.harness.probe.judging import compare
 from degarble.harness.probe.passages import long_ids, long_text
-from degarble.harness.probe.server import Ask
+from degarble.harness.probe.server import Ask, RefusedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ PROMPTS = 8  # that each check asks
 NEW_TOKENS = 8
 GIVEN, DEFAULT, OWN = "given", "default", "written by the model"
 OWN_IDS = "ids that the model drew"
+_LEAST_TOKENS = 128  # of a prompt that is cut at a border
 _CHARACTERS = 8  # a token, at most, in the texts that long prompts are made of
 
 
@@ -106,10 +107,21 @@ class Session:
             # Characters a token are not known yet: a first piece of the text tells.
             piece = text[:2000].rsplit(" ", 1)[0]
             share = len(piece) / max(1, len(self.server.score(piece)))
-            whole = text[: math.ceil(share * self.most_tokens)].rsplit(" ", 1)[0]
-            self._long = whole, tuple(p.token for p in self.server.score(whole))
+            self._long = self._longest(text, share)
         found = self._long[1]
         return "".join(found[:tokens]) if first == 0 and len(found) >= tokens else None
+
+    def _longest(self, text: str, share: float) -> tuple[Prompt, tuple[str, ...]]:
+        """Return the longest piece of a text that the server takes, with its tokens."""
+        most = self.most_tokens
+        while True:
+            whole = text[: math.ceil(share * most)].rsplit(" ", 1)[0]
+            try:
+                return whole, tuple(p.token for p in self.server.score(whole))
+            except RefusedRequest:
+                if most < _LEAST_TOKENS:
+                    raise
+                most //= 2
 
     def about(self, tokens: int, first: int = 0) -> str:
         """Return a text of about so many tokens, by the stated lengths of the first prompts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import socket
@@ -116,6 +117,23 @@ def nothing(handler: Any) -> None:
     send_json(handler, {"detail": "Not Found"}, 404)
 
 
+def loading(handler: Any) -> None:
+    send(handler, 503, b'{"error": {"message": "loading"}}', retry_after="60")
+
+
+def no_model(handler: Any) -> None:
+    send_json(handler, {"object": "list", "data": []})
+
+
+def bomb(handler: Any) -> None:
+    packed = gzip.compress(b'{"pad": "' + b" " * 300_000 + b'"}')
+    send(handler, 200, packed, content_type="application/json", content_encoding="gzip")
+
+
+def packed_otherwise(handler: Any) -> None:
+    send(handler, 200, b"{}", content_type="application/json", content_encoding="br")
+
+
 def models_alone(handler: Any) -> None:
     if handler.path == "/v1/models":
         send_json(handler, MODELS)
@@ -136,6 +154,10 @@ def models_alone(handler: Any) -> None:
         (locked, "who are you?"),
         (nothing, "Not Found"),
         (models_alone, "completions: status 404"),
+        (loading, "a server that is ready"),
+        (no_model, "an empty list"),
+        (bomb, "more than 100,000 bytes"),
+        (packed_otherwise, "content-encoding br"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -146,6 +168,55 @@ def test_a_server_that_is_none_is_refused_in_time(answer: Callable[[Any], None],
     assert TOKEN not in str(caught.value)
     assert "secret" not in str(caught.value)
     assert "\x1b" not in str(caught.value)
+
+
+_TEXT = "a line\u2028of\u0085one text"
+
+
+def test_a_stream_is_cut_at_its_own_line_ends_alone() -> None:
+    event = json.dumps({"choices": [{"text": _TEXT}], "error": None}, ensure_ascii=False)
+    raw = f"\ufeff: a comment\r\n\r\ndata: {event}\r\n\r\ndata: [DONE]\r\n\r\n".encode()
+    with answering(lambda h: send(h, 200, raw, content_type="text/event-stream")) as url:
+        reply = Client(url, None, LIMITS).ask("/v1/completions", {"stream": True})
+    assert reply.ended
+    assert [event["choices"][0]["text"] for event in reply.events] == [_TEXT]
+
+
+def test_an_answer_that_a_proxy_compressed_is_read() -> None:
+    raw = gzip.compress(json.dumps(MODELS).encode())
+    with answering(lambda h: send(h, 200, raw, content_encoding="gzip")) as url:
+        assert Client(url, None, LIMITS).ask("/v1/models").document == MODELS
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/v1/chat/completions", "/v1/models"])
+def test_the_address_of_an_endpoint_is_that_of_its_server(path: str) -> None:
+    assert Client(f"http://host/openai{path}", None, LIMITS).url == "http://host/openai"
+
+
+def _refused_otherwise(handler: Any, refusal: Callable[[Any], None]) -> None:
+    """Answer chats, and everything else as some servers do what they do not know."""
+    if handler.path == "/v1/models":
+        send_json(handler, MODELS)
+    elif handler.path == "/v1/chat/completions":
+        send_json(handler, {"choices": [{"message": {"content": "yes"}}]})
+    else:
+        refusal(handler)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        (html, "text/html"),
+        (lambda h: send_json(h, {"error": "Unexpected endpoint"}), "Unexpected endpoint"),
+        (lambda h: h.connection.shutdown(socket.SHUT_RDWR), "closed connection"),
+    ],
+    ids=["page", "error with status 200", "dropped"],
+)
+def test_what_is_not_served_is_left_out_by_name(refusal: Callable[[Any], None], told: str) -> None:
+    with answering(lambda handler: _refused_otherwise(handler, refusal)) as url:
+        server = explore(Client(url, None, LIMITS), None, ("a text",))
+    assert server.chat_only
+    assert told in server.lacks["completions"]
 
 
 def test_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

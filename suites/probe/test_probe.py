@@ -123,6 +123,46 @@ def test_a_server_without_a_tokenizer_is_judged(model: OpenModel) -> None:
     assert found.verdict is not Verdict.AGREES
 
 
+def _without_scores(body: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    for choice in found["choices"] if "prompt" in body else ():
+        choice["logprobs"] = None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("manner", "why"),
+    [
+        (Manner(engine=ScoringEngine, refused=("prompt",)), "chats alone are served"),
+        (
+            Manner(engine=ScoringEngine, answer=_without_scores),
+            "chats alone show log-probabilities",
+        ),
+    ],
+    ids=["no completions", "completions without log-probabilities"],
+)
+def test_a_healthy_server_of_chats_raises_no_alarm(
+    model: OpenModel, manner: Manner, why: str
+) -> None:
+    with serving(model, SMALL, manner) as url:
+        result = quick(url)
+    assert result.verdict is Verdict.AGREES, result.findings
+    assert result.server.lacks["prompts as ids"] == why
+    by_name = {check.name: check for check in result.checks}
+    assert by_name["cache"].positions
+    assert any("similar" in c.condition for c in by_name["cache"].comparisons)
+
+
+def test_a_context_that_is_not_stated_is_no_failure(model: OpenModel) -> None:
+    def short(_path: str, body: dict[str, Any]) -> dict[str, Any]:
+        words = len(str(body.get("prompt", "")).split())
+        return {**body, "prompt": None} if words > 100 else body
+
+    with serving(model, SMALL, Manner(engine=ScoringEngine, request=short)) as url:
+        result = quick(url)
+    assert result.verdict is Verdict.AGREES, result.findings
+    assert any("no prompt of about" in n for check in result.checks for n in check.notes)
+
+
 def test_a_chat_that_ends_at_once_is_asked_with_another_text(model: OpenModel) -> None:
     asked: list[str] = []
 
