@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnwritablePath
+from degarble.harness.capture.files.writer import require_no_checkpoint
 from degarble.harness.checkpoint.transform.quantise.calibration import FILE, Amax, Calibration
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.checkpoint.write.finished_parts import FinishedParts
@@ -240,6 +241,7 @@ def capture_amax(
 
     What was seen is kept there after each group of prompts, and the same call goes on from it.
     """
+    require_no_checkpoint(folder)
     usable_folder("--out", folder)
     unfinished = folder / UNFINISHED
     if (folder / FILE).exists() and not unfinished.exists():

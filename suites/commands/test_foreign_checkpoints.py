@@ -67,3 +67,19 @@ def test_a_reference_of_another_model_is_noticed(capsys: Capsys, tmp_path: Path)
         assert document["verdict"] == "AGREES"
         noticed.append(any("little in common" in note for note in document["notes"]))
     assert noticed == [False, True]
+
+
+@pytest.mark.parametrize("options", [(), ("--amax-only",)], ids=["run", "ranges"])
+def test_a_capture_is_not_written_into_a_checkpoint(
+    capsys: Capsys, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    folder = write_checkpoint(tmp_path / "ckpt", "llama")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for files in (before, {**before, folder / "manifest.json": b"{}"}):
+        for path, data in files.items():
+            path.write_bytes(data)
+        done = call(capsys, "capture", folder, "--out", folder, "--prompt", "a", *options)
+        assert done.status == 2
+        assert "a folder without a checkpoint" in done.err
+        assert "rm -r" not in done.err
+        assert {path: path.read_bytes() for path in folder.iterdir()} == files

@@ -323,7 +323,8 @@ class _Packer:
 
 
 def require_free(folder: Path, name: str = "--out") -> None:
-    """Refuse a folder in which a capture lies; makes nothing."""
+    """Refuse a folder in which a capture or a checkpoint lies; makes nothing."""
+    require_no_checkpoint(folder, name)
     taken = (folder / MANIFEST).exists()
     if folder.is_dir():
         taken = taken or any(records.PART_NAME.fullmatch(path.name) for path in folder.iterdir())
@@ -333,4 +334,16 @@ def require_free(folder: Path, name: str = "--out") -> None:
             str(folder),
             "a folder without a capture",
             f"Choose another folder, or remove what a killed run left: rm -r '{folder}'",
+        )
+
+
+def require_no_checkpoint(folder: Path, name: str = "--out") -> None:
+    """Refuse the folder of a checkpoint: its manifest and its shards would no longer be alone."""
+    if folder.is_dir() and any(
+        path.name == "config.json"
+        or (path.suffix == ".safetensors" and not records.PART_NAME.fullmatch(path.name))
+        for path in folder.iterdir()
+    ):
+        raise UnwritablePath(
+            name, str(folder), "a folder without a checkpoint", "Choose another folder."
         )
