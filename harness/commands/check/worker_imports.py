@@ -8,6 +8,7 @@ workers do not copy their pages.
 from __future__ import annotations
 
 import gc
+import logging
 from importlib import import_module
 
 _MODULES = (
@@ -29,6 +30,8 @@ def _load_loops() -> None:
         judge(pair[0], pair[1], Budget(output, torch.ones(1), ()))
 
 
+# Modules of a model follow, and what they import warns of libraries that nothing here uses.
+logging.disable(logging.WARNING)
 gc.disable()
 READY = tuple(import_module(name).__name__ for name in _MODULES)
 _load_loops()

@@ -103,9 +103,12 @@ from degarble.harness.commands.check import spread
 from degarble.harness.engine.budget import loops
 print([name for name in sys.modules if name.startswith(spread._HEAVY)])
 print(len(loops.panel.signatures))
+import logging
+logging.getLogger("a library that a model imports").warning("not on a terminal")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n1\n"
+    assert not done.stderr
 
 
 @pytest.fixture
