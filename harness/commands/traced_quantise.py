@@ -76,7 +76,7 @@ class _Chosen:
     """The modules that a recipe reaches."""
 
     def __init__(self, checkpoint: Checkpoint, config: Any, recipe: Recipe) -> None:
-        self.recipe = recipe
+        self.recipe, self._family = recipe, config.raw.get("model_type", "model")
         self._built_in = recipe.name in _RECIPES
         weights = TracedWeights(checkpoint, config)
         self._parameters: dict[str, Parameter] = {}
@@ -149,6 +149,7 @@ class _Chosen:
         """Yield the modules, with the ranges of their inputs where these are quantised."""
         missing = []
         records = {} if calibration is None else calibration.records
+        self._require_known(records)
         for module in sorted(self._reached):
             partners = self._partners(module)
             if self.recipe.format_of(self._parameters[module]).activation == BF16:
@@ -175,6 +176,22 @@ class _Chosen:
                 "the largest input of every linear whose inputs are quantised",
                 "Record them: degarble capture CKPT --amax-only; or pass a recipe in YAML without"
                 " `activation`.",
+            )  # fmt: skip
+
+    def _require_known(self, records: Mapping[str, Any]) -> None:
+        """Raise for records of linears that this model lacks: they were taken from another one."""
+        known = set(self._parameters)
+        for parameter in self._parameters.values():
+            known.add(parameter.name)
+            if len(parameter.shape) > _MATRIX:
+                prefix, _, leaf = parameter.name.rpartition(".")
+                known |= {f"{prefix}.{number}.{leaf}" for number in range(parameter.shape[0])}
+        unknown = sorted(records.keys() - known)
+        if unknown:
+            raise InvalidArgument(
+                f"amax record of {shown(unknown[0])}", "no linear",
+                f"a linear of this {self._family}",
+                "Calibrate with the model that is quantised, or remove the record.",
             )  # fmt: skip
 
     def _largest_of_experts(self, module: str, records: Mapping[str, Any]) -> float:

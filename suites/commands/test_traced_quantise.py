@@ -208,6 +208,13 @@ def test_refusals_have_remedies_that_are_true(capsys: Capsys, tmp_path: Path) ->
     mixture = write_checkpoint(tmp_path / "moe", "qwen3_moe")
     text = refused("quantise", mixture, out, "--recipe", "nvfp4-full")
     assert f"degarble capture {mixture} --amax-only" in text
+    ranges = tmp_path / "ranges"
+    made = call(capsys, "capture", mixture, "--amax-only", "--out", ranges, "--prompt", PROMPT)
+    assert made.status == 0
+    others = ("--recipe", "nvfp4-full", "--calibration", ranges)
+    text = refused("quantise", dense, out, *others)
+    assert "amax record of" in text
+    assert "a linear of this llama" in text
     stacked = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss")
     text = refused("quantise", stacked, out, "--recipe", "nvfp4-full")
     assert f"degarble capture {stacked} --amax-only" in text
