@@ -167,6 +167,9 @@ class TracedWeights(Mapping[str, "Weight"]):
         self.converted = ConvertedWeights(checkpoint, naming_rules(config))
         self.converted.require_complete()
         self._names = {logical_name(name): name for name in self.converted}
+        # A vision tower may have layers of the same names, which no run of texts reads.
+        read = {name for traced in config.whole.components for name in traced.parameters}
+        self._names |= {logical_name(name): name for name in self.converted if name in read}
         stored = {logical_name(name): at for name, at in self.converted.cache_scales.items()}
         heads = cached_heads(config)
         self._cache = {name: (stored.get(name), count) for name, count in heads.items()}
@@ -232,7 +235,12 @@ class TracedWeights(Mapping[str, "Weight"]):
     def stored(self) -> dict[str, str]:
         """Return the parameter of each stored module that holds one alone."""
         sources = self.converted.sources.items()
-        return {each.single: logical_name(name) for name, each in sources if each.single}
+        names = {each.single: name for name, each in sources if each.single}
+        return {
+            stored: logical_name(name)
+            for stored, name in names.items()
+            if self._names[logical_name(name)] == name
+        }
 
     @property
     def total(self) -> int:

@@ -19,7 +19,7 @@ from degarble.suites.commands.traced_checkpoints import (
     write_checkpoint,
     write_tokenizer,
 )
-from degarble.suites.references.traced.traced_models import ARCHITECTURES, built
+from degarble.suites.references.traced.traced_models import ARCHITECTURES, built, raw_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +113,31 @@ def test_every_command_runs_and_a_healthy_run_agrees(
     # transformers rounds elsewhere, so it may choose another token at a near tie.
     assert texts[0]["new"] == said["texts"][0]["tokens"]
     assert len(texts[1]["new"]) == len(ends)
+
+
+def test_a_vision_tower_with_layers_of_the_same_names_is_passed_over(
+    capsys: Capsys, tmp_path: Path
+) -> None:
+    import transformers  # noqa: PLC0415  heavy, and optional
+
+    text = {**raw_config("gemma3_text"), "model_type": "gemma3_text", "head_dim": 16}
+    vision = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 32, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, boi_token_index=120,
+        eoi_token_index=121, image_token_index=122,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "gemma3")
+    write_tokenizer(tmp_path / "gemma3")
+    for backend in ("torch", "transformers"):
+        made = captured(capsys, tmp_path / "gemma3", tmp_path / backend, "--backend", backend)
+        assert made.status == 0, made.err
+        found = checked(capsys, tmp_path / backend, tmp_path / "gemma3")
+        assert found["verdict"] == "AGREES", found["origins"]
 
 
 def test_a_chat_follows_the_template_of_the_checkpoint(capsys: Capsys, tmp_path: Path) -> None:
