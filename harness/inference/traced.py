@@ -26,7 +26,7 @@ from degarble.harness.checkpoint.view.converted import (
     NamingRules,
     RenamedTensor,
 )
-from degarble.harness.checkpoint.view.quantisation_configs import InputFormats, cache_format
+from degarble.harness.checkpoint.view.quantisation_configs import CONFIG, InputFormats, cache_format
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
 from degarble.harness.inference.weights import WINDOW
@@ -54,7 +54,10 @@ def traced_config(checkpoint: Checkpoint) -> TracedConfig:
     """Return the config of a checkpoint whose family has no reference of its own."""
     if not checkpoint.config:
         raise UnreadableFile(
-            "config.json", f"none in {checkpoint.root.name}", "the model's config.json",
+            "config.json",
+            f"{'unreadable' if (checkpoint.root / CONFIG).exists() else 'none'} in"
+            f" {checkpoint.root.name}",
+            "the model's config.json",
             "Copy config.json from the model's own repository into the folder of its shards.",
         )  # fmt: skip
     try:

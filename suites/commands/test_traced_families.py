@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -233,6 +234,11 @@ _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (
         lambda folder: _tensors(folder, lambda held: held.pop(_NORM)), f"missing, such as {_NORM}"
     ),
+    "renamed": (
+        lambda folder: _tensors(folder, lambda held: held.update(NORM=held.pop(_NORM))),
+        "1 stored without a parameter, such as NORM",
+    ),
+    "config": (lambda folder: (folder / "config.json").write_text("{"), "one JSON value"),
     "shape": (
         lambda folder: _tensors(folder, lambda held: held.update({_NORM: torch.ones(3)})),
         f"{_NORM} = 'model.layers.1.input_layernorm [3]'",
@@ -295,3 +301,13 @@ def test_transformers_computes_no_single_component(
     assert made.status == 2
     assert "a backend with kernels" in made.err
     assert not (tmp_path / "capture").exists()
+
+
+def test_a_config_that_is_there_is_not_said_to_be_missing(
+    capsys: Capsys, tmp_path: Path, llama: Path
+) -> None:
+    shutil.copytree(llama, tmp_path / "llama")
+    (tmp_path / "llama" / "config.json").write_text("{")
+    made = call(capsys, "audit", tmp_path / "llama", "--loader", "transformers")
+    assert made.status == 2
+    assert "config.json = 'unreadable in llama'" in made.err

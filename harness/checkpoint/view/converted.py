@@ -262,15 +262,22 @@ class ConvertedWeights(Mapping[str, "Weight"]):
         if missing:
             stem = f"{missing[0].rpartition('.')[0]}."
             near = ", ".join(shown(each) for each in self.unexpected if each.startswith(stem))
+            others = len(self.unexpected)
             raise UnreadableFile(
                 "weights",
                 f"{len(missing)} parameters missing, such as {missing[0]}"
-                + (f"; stored are {near}" if near else ""),
+                + (f"; stored are {near}" if near else "")
+                + (
+                    f"; {others} stored without a parameter, such as {shown(self.unexpected[0])}"
+                    if others and not near
+                    else ""
+                ),
                 "every parameter of the model that config.json describes, in a scheme that is read"
                 " here",
                 "Store it as one of docs/families.md, or fetch the shards that are missing."
                 if near
-                else "Fetch the missing shards, or the config.json that belongs to these ones.",
+                else "Fetch the missing shards, or the config.json that belongs to these ones"
+                + (", or rename what is stored." if others else "."),
             )
         for name in self.unexpected:
             base = next((name.removesuffix(e) for e in _OF_STACKS if name.endswith(e)), "")

@@ -1,6 +1,7 @@
 """Command line of `degarble doctor`: find out what a target is, and do all that can be done."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from degarble.harness.commands.doctor.target import DoctorTarget
 
 _ASKED = ("checkpoint", "server")  # kinds of targets that are asked prompts
+_ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(/\S*)?", re.ASCII)
 _SHOWN = 12  # lines of what a step says, unless it found something wrong
 
 
@@ -121,6 +123,13 @@ def _recognised(options: DoctorArguments) -> tuple["DoctorTarget", "DoctorOption
     if line is None and is_engine_command(text):
         line, text = text, EngineCommand.from_text(text).model
     if not text.startswith(("http://", "https://")):
+        if _ADDRESS.fullmatch(text) and not Path(text).exists():
+            raise InvalidArgument(
+                "TARGET",
+                text,
+                "a server's address with its scheme",
+                f"degarble doctor http://{text}",
+            )
         values.existing("TARGET", Path(text))
     target = recognise(text)
     if options.prompts is not None and target.kind not in _ASKED:

@@ -137,6 +137,7 @@ def test_an_interrupted_run_tells_what_was_done(
     ("words", "told"),
     [
         (("nobody/nothing",), "hf download nobody/nothing --local-dir nothing"),
+        (("localhost:8000",), "degarble doctor http://localhost:8000"),
         ((TINY, "--engine", "vllm serve elsewhere"), "Name the same folder in both."),
         (("http://127.0.0.1:1", "--engine", f"vllm serve {TINY}"), "a checkpoint as TARGET"),
         ((TINY, "--minutes", "0"), "--minutes"),
@@ -144,7 +145,7 @@ def test_an_interrupted_run_tells_what_was_done(
         ((TINY / "model-00001-of-00001.safetensors", "--reference", TINY), "with a kernel"),
         ((TINY, "--prompts", "nowhere.txt"), "nowhere.txt"),
     ],
-    ids=["hub", "other", "server", "minutes", "kernel", "kernel-reference", "prompts"],
+    ids=["hub", "address", "other", "server", "minutes", "kernel", "kernel-reference", "prompts"],
 )
 def test_what_does_not_go_together_is_refused(
     words: tuple[object, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
