@@ -202,6 +202,8 @@ class Client:
             try:
                 connection.connect()
                 exchange.sockets.append(connection.sock)
+                if exchange.late.is_set():  # ended while it connected: there was nothing to shut
+                    raise TimeoutError
                 connection.request(
                     "GET" if data is None else "POST", self._base + call.path, data, headers
                 )
@@ -235,6 +237,8 @@ class Client:
         timer.start()
         with self._lock:
             self._open.add(exchange)
+        if self._stopped.is_set():
+            exchange.abort()
         try:
             yield exchange
         finally:

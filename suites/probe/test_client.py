@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import http.client
 import json
 import signal
 import socket
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -373,3 +375,20 @@ def test_ctrl_c_ends_a_batch_at_once() -> None:
             client.ask("/v1/models")
     assert still
     assert len(seen) == 3
+
+
+def test_a_request_that_is_ended_while_it_connects_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, connect = [], http.client.HTTPConnection.connect
+
+    def stopped(connection: http.client.HTTPConnection) -> None:
+        connect(connection)
+        client._stop()
+
+    with answering(seen.append) as url:
+        client = Client(url, None, replace(LIMITS, request_seconds=20))
+        monkeypatch.setattr(http.client.HTTPConnection, "connect", stopped)
+        with pytest.raises(UnusableServer):
+            client.ask("/v1/models")
+    assert not seen
