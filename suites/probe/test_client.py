@@ -380,7 +380,7 @@ def test_ctrl_c_ends_a_batch_at_once() -> None:
 def test_a_request_that_is_ended_while_it_connects_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen, connect = [], http.client.HTTPConnection.connect
+    seen, connect = list[Any](), http.client.HTTPConnection.connect
 
     def stopped(connection: http.client.HTTPConnection) -> None:
         connect(connection)

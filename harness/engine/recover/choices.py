@@ -15,7 +15,7 @@ from degarble.harness.engine.recover.differences import by_value
 from degarble.harness.engine.recover.stated import operation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -28,6 +28,7 @@ MOST_STRUCK = 6  # values among which the changed one is looked for
 MOST_VALUES = 1 << 10  # that a number may have become
 MOST_TRIED = 24  # rows of a trial
 FEWEST = 2  # rows that show each change
+FEWEST_LOST = 4  # choices of what is never chosen
 _LEFT = 1e-3  # of the difference
 _ROLLS = (1, -1, 2, -2)
 
@@ -69,6 +70,63 @@ def _read(seen: Tensor, right: Tensor) -> dict[int, int]:
     if len(read) > MOST_READ or sum(map(Counter.total, votes.values())) < FEWEST:
         return {}
     return read
+
+
+def never_chosen(calls: Sequence[CallRecord]) -> Iterator[FaultVariant]:
+    """Yield numbers that nothing chooses, though some rows had to: the last, the first, or a few.
+
+    Their scores are taken for ones that lose against all others.
+    """
+    for name, right in calls[0].expected.items():
+        if right.is_floating_point() or right.ndim != 2 or right.dtype is torch.uint8:
+            continue
+        pairs = [(call.outputs.get(name), call.expected[name]) for call in calls]
+        scored = _scores(calls[0], right)
+        if scored is None or any(a is None or a.shape != b.shape for a, b in pairs):
+            continue
+        seen = {number for made, _ in pairs if made is not None for number in _numbers(made)}
+        wanted = {number for _, own in pairs for number in _numbers(own)}
+        due = sorted(wanted - seen)
+        lost = torch.isin(torch.cat([own.reshape(-1) for _, own in pairs]), torch.tensor(due))
+        if not seen or int(lost.sum()) < FEWEST_LOST:
+            continue
+        if due[0] > max(seen):
+            words = f"nothing after {max(seen)} is chosen, where {due[0]} had to be"
+            none = partial(_loses, scored, max(seen) + 1, None)
+        elif due[-1] < min(seen):
+            words = f"nothing before {min(seen)} is chosen, where {due[-1]} had to be"
+            none = partial(_loses, scored, 0, min(seen))
+        elif len(due) == 1:
+            words = f"{due[0]} is never chosen"
+            none = partial(_loses, scored, due[0], due[0] + 1)
+        else:
+            continue
+        yield FaultVariant(words, with_inputs(none))
+
+
+def _numbers(chosen: Tensor) -> list[int]:
+    """Return the different numbers that were chosen; -1 stands for none."""
+    found: list[int] = chosen[chosen >= 0].unique().tolist()
+    return found
+
+
+def _scores(record: CallRecord, chosen: Tensor) -> str | None:
+    """Return the only input that has a number for everything that may be chosen in each row."""
+    found = [
+        name
+        for name, given in record.inputs.items()
+        if given.is_floating_point() and given.ndim == 2 and len(given) == len(chosen)
+        and chosen.numel() and given.shape[1] > int(chosen.max())
+    ]  # fmt: skip
+    return found[0] if len(found) == 1 else None
+
+
+@operation
+def _loses(name: str, begin: int, end: int | None, inputs: Tensors) -> Tensors:
+    """Return inputs in which some columns are less than all others."""
+    scores = inputs[name].clone()
+    scores[:, begin:end] = -torch.inf
+    return {**inputs, name: scores}
 
 
 # ---- given ---------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from degarble.harness.engine.faults.model_faults import (
 from degarble.harness.engine.faults.regions import full_name
 from degarble.harness.engine.faults.weight_faults import numbers_of
 from degarble.harness.engine.localise.discrepancy import outputs_beyond
-from degarble.harness.engine.recover.choices import other_choices, other_numbers_given
+from degarble.harness.engine.recover.choices import never_chosen, other_choices, other_numbers_given
 from degarble.harness.engine.recover.column_orders import orders_of
 from degarble.harness.engine.recover.column_parts import (
     columns_of_equations,
@@ -700,7 +700,9 @@ def _by_codes(context: ComponentContext, calls: Sequence[CallRecord]) -> Describ
 
 def _by_whole_numbers(context: ComponentContext, calls: Sequence[CallRecord]) -> Described | None:
     held: list[tuple[FaultVariant, VariantFit]] = []
-    for variant in (*other_choices(calls[0]), *other_numbers_given(context, calls[0])):
+    for variant in (
+        *other_choices(calls[0]), *never_chosen(calls), *other_numbers_given(context, calls[0])
+    ):  # fmt: skip
         fit = _predicts(context, calls, variant)
         if fit is not None:
             held.append((variant, fit))

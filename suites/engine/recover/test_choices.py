@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from degarble.harness.engine.faults.model_faults import FaultVariant, with_inputs, with_outputs
+from degarble.harness.engine.faults.model_faults import (
+    CallRecord,
+    FaultVariant,
+    with_inputs,
+    with_outputs,
+)
+from degarble.harness.engine.recover.choices import never_chosen
 from degarble.suites.engine.recover.test_described import model, told
 
 if TYPE_CHECKING:
@@ -45,6 +52,43 @@ def test_numbers_that_stand_for_others_are_told(
     found = told(component, variant)
     assert found is not None
     assert words in found.sentence
+
+
+def losing(begin: int, end: int | None) -> FaultVariant:
+    def lost(own: Tensors) -> Tensors:
+        scores = own["scores"].clone()
+        scores[:, begin:end] = -torch.inf
+        return {**own, "scores": scores}
+
+    return FaultVariant("lost", with_inputs(lost))
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "words"),
+    [(20, None, "nothing after 19 is chosen, where 2"), (0, 4, "nothing before 4 is chosen"),
+     (7, 8, "7 is never chosen")],
+)  # fmt: skip
+def test_what_is_never_chosen_is_told(begin: int, end: int | None, words: str) -> None:
+    found = told("layers.1.attn.indexer.topk", losing(begin, end))
+    assert found is not None
+    assert words in found.sentence
+
+
+def test_what_few_rows_had_to_choose_is_not_told_as_never_chosen() -> None:
+    seen = torch.tensor([[0, 1], [1, 2], [0, 2], [1, 0]])
+    right = seen.clone()
+    right[:, 1] = 5
+    scores = torch.zeros(4, 6)
+    whole = CallRecord({"scores": scores}, {"out": seen}, {"out": right})
+    assert [each.words for each in never_chosen([whole])] == [
+        "nothing after 2 is chosen, where 5 had to be"
+    ]
+    right[0, 1] = 2
+    assert not list(never_chosen([whole]))
+    right[0, 1] = 5
+    seen[1, 0] = 5
+    assert not list(never_chosen([whole])), "it is chosen"
+    assert not list(never_chosen([replace(whole, inputs={"scores": scores[:, :5]})]))
 
 
 def test_an_exchange_is_named_beside_what_the_calls_cannot_tell_from_it() -> None:
