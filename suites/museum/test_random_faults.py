@@ -121,6 +121,24 @@ def test_zeros_from_a_position_on_are_no_race() -> None:
     assert "M37.tile" in answer.sentence
 
 
+def test_rows_that_are_counted_over_several_calls_are_not_said() -> None:
+    """Only one sequence is long enough: its prompt and its new tokens lie side by side."""
+
+    def apply(call: Any) -> Any:
+        def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
+            made = call(inputs, weights)["out"].clone()
+            made[:, 9:13] = 0
+            return {"out": made}
+
+        return faulty
+
+    edit = Edit({"operand": "output out", "op": "scaled", "factor": 0.0}, apply)
+    fault = RandomFault("layers.1.mlp.gated", edit, Condition("position", 50))
+    (answer,) = judged(small(), [fault]).answers
+    assert answer.cause is CauseAnswer.DESCRIBED
+    assert "columns 9 to 12 hold 0, only from position 50 on" in answer.sentence
+
+
 def test_a_cache_of_sequences_of_other_lengths_is_blamed_alone() -> None:
     """A window's rows are cut from each sequence only where the cache forgets the others."""
     name = "layers.1.self_attn.cache"

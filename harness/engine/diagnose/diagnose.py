@@ -500,8 +500,8 @@ def _described_in_a_part(
         calls = together(context, part)
         main = most_telling(calls)
         found = describe(context, [main, *_but(calls, main)])
-        if found is None:
-            continue
+        if found is None or (found.here and any(len(call.rows) > 1 for call in calls)):
+            continue  # nothing, or by rows that are counted over several calls
         condition = condition_of(context, together(context, apart), found.variant)
         when = words if condition is None else condition.sentence
         if when:
