@@ -343,7 +343,7 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """One fingerprint of the whole, as it was when it was asked for first."""
+        """Return the fingerprint of all files, computed at the first access."""
         text = json.dumps(fingerprints(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -481,9 +481,8 @@ def left_out_of(capture: Capture) -> str:
     stated = capture.facts.get("budget")
     if not stated:
         chosen = capture.facts.get("filters") or {}
-        parts = [", ".join(chosen.get(name) or ()) for name in ("layers", "components", "tokens")]
-        parts[2] = f"tokens {parts[2]}" if parts[2] else ""
-        parts = [each for each in parts if each]
+        words = {"layers": "", "components": "", "tokens": "tokens "}
+        parts = [word + ", ".join(own) for name, word in words.items() if (own := chosen.get(name))]
         return f"Captured, and so judged, were only {'; '.join(parts)}." if parts else ""
     blocks, tokens = (stated[f"{name}_left_out"] for name in ("layers", "tokens"))
     sides = (("layers", blocks), ("tokens", tokens))

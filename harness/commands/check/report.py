@@ -23,6 +23,7 @@ from degarble.harness.commands.check.error_picture import error_blocks
 from degarble.harness.commands.report_folder import with_earlier_panels, write_page
 from degarble.harness.engine.adopted.statement import statement_of
 from degarble.harness.engine.localise.judged_run import PAIRS
+from degarble.harness.engine.localise.recorded_run import is_in_part
 from degarble.harness.engine.localise.screening import NEAR
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.kernel_table import table_lines
@@ -391,8 +392,9 @@ def built_in(facts: Mapping[str, Any]) -> bool:
 def check_sentence(checked: CheckResult) -> str:
     """Return the verdict in one sentence."""
     facts = checked.capture.facts
-    own, in_part = built_in(facts), any((facts.get("filters") or {}).values())
-    return page_sentence(checked.localised, checked.origins, built_in=own, in_part=in_part)
+    return page_sentence(
+        checked.localised, checked.origins, built_in=built_in(facts), in_part=is_in_part(facts)
+    )
 
 
 def check_word(checked: CheckResult) -> str:

@@ -20,7 +20,7 @@ from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
 from degarble.harness.engine.localise.input_reconstruction import InputReconstruction
 from degarble.harness.engine.localise.recorded_run import by_component, forward_again
-from degarble.harness.engine.localise.replay import TwinComponents
+from degarble.harness.engine.localise.replay import TwinComponents, is_filtered
 from degarble.harness.engine.localise.tensor_forms import aligned, wrong_forms
 from degarble.harness.model.sites import Port
 
@@ -105,11 +105,8 @@ def recorded_throughout(run: RecordedRun, component: str) -> bool:
     """Tell whether all rows of all steps of a component were recorded; the head may skip steps."""
     calls = by_component(run).get(component, [])
     steps = {call.step for call in calls}
-    return (component == _HEAD or all(step.number in steps for step in run.steps)) and all(
-        tensor.rows is None
-        for call in calls
-        for tensor in (*call.inputs.values(), *call.outputs.values())
-    )
+    every = component == _HEAD or all(step.number in steps for step in run.steps)
+    return every and not any(map(is_filtered, calls))
 
 
 def _greedy(

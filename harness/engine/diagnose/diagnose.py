@@ -484,6 +484,11 @@ def _in_a_share(
                 each, variant=variant, reproduced=fit.within, as_stored=stored, ratio=fit.ratio,
                 evidence=evidence,
             ))  # fmt: skip
+    return _as_alternatives(found)
+
+
+def _as_alternatives(found: Sequence[NamedFault]) -> tuple[NamedFault, ...]:
+    """Return causes each of which names the others."""
     ids = [each.id for each in found]
     return tuple(
         replace(each, alternatives=(*ids[:at], *ids[at + 1 :])) for at, each in enumerate(found)
@@ -596,11 +601,7 @@ def _races(
         return races
     calls = [call for record in apart for call in calls_in(record)]
     several = len(_unhealthy(context, calls)) > 1
-    found = (*ruled, *races) if several else (*races, *ruled)
-    ids = [cause.id for cause in found]
-    return tuple(
-        replace(cause, alternatives=(*ids[:at], *ids[at + 1 :])) for at, cause in enumerate(found)
-    )
+    return _as_alternatives((*ruled, *races) if several else (*races, *ruled))
 
 
 def _trials(

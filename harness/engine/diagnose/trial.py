@@ -22,7 +22,7 @@ from degarble.harness.engine.faults.model_faults import facts_of
 from degarble.harness.engine.faults.regions import cancelled, extents, flat
 from degarble.harness.engine.faults.weight_faults import Decoding
 from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
-from degarble.harness.engine.localise.replay import STATE
+from degarble.harness.engine.localise.replay import RAGGED, STATE
 from degarble.harness.report.number_text import share
 from degarble.references.linears import activation_values
 
@@ -660,7 +660,6 @@ WINDOW = 64  # rows at most
 _BEGINNING = 128  # rows at least
 COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
 _FAINT = 0.01  # of an output's length: a few roundings of BF16
-_RAGGED = "token_offsets"
 _OUTSIDE = frozenset({"offsets", "state"})
 
 
@@ -767,7 +766,7 @@ def beginning(context: ComponentContext, record: CallRecord) -> CallRecord:
 
     They saw nothing that is left out, so what was done to all of a call shows in them as well.
     """
-    offsets = record.inputs.get(_RAGGED)
+    offsets = record.inputs.get(RAGGED)
     if offsets is None or record.implied or not record.outputs:
         return record
     count = int(offsets[-1])
@@ -789,7 +788,7 @@ def beginning(context: ComponentContext, record: CallRecord) -> CallRecord:
         }
 
     inputs, outputs, expected = (part(side) for side in _sides(record))
-    inputs[_RAGGED] = torch.cat((offsets[offsets < kept], offsets.new_tensor([kept])))
+    inputs[RAGGED] = torch.cat((offsets[offsets < kept], offsets.new_tensor([kept])))
     cut = replace(
         record, inputs=inputs, outputs=outputs, expected=expected, held=part(record.held), rows=(),
         owners=record.owners[:kept], places=None,
@@ -906,7 +905,7 @@ def sequences_in(context: ComponentContext, record: CallRecord) -> list[CallReco
     """Split one call by sequences; return it whole where they cannot be separated."""
     if is_by_row(context, record):
         return _by_owner(record)
-    if record.implied or "token_offsets" not in record.inputs:
+    if record.implied or RAGGED not in record.inputs:
         return [record]
     return list(alone(context, record)) or [record]
 

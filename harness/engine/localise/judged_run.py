@@ -32,6 +32,7 @@ from degarble.harness.engine.localise.judgeable_rows import (
     part_without,
     rows_out_of_range,
 )
+from degarble.harness.engine.localise.recorded_run import is_in_part
 from degarble.harness.engine.localise.replay import Batch, Replay, maker_of, replayed
 from degarble.harness.engine.localise.tensor_forms import (
     NOT_FINITE,
@@ -738,7 +739,7 @@ def _turned(side: Tensor, meant: Tensor) -> float:
 
 def missing_calls(known: TwinComponents, run: RecordedRun) -> Iterator[Discrepancy]:
     """Yield components that did not run in a step in which the rest of their block did."""
-    if run.facts.get("filters") and any(dict(run.facts["filters"]).values()):
+    if is_in_part(run.facts):
         return
     ran: dict[int, set[str]] = {step.number: set() for step in run.steps}
     for call in run.calls:

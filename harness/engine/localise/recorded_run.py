@@ -79,6 +79,11 @@ def by_component(run: RecordedRun) -> dict[str, list[CapturedCall]]:
     return dict(found)
 
 
+def is_in_part(facts: Mapping[str, Any]) -> bool:
+    """Return whether a filter chose what was captured."""
+    return any((facts.get("filters") or {}).values())
+
+
 def require_sound(run: RecordedRun) -> None:
     """Raise for a run whose record contradicts itself, before any tensor is read."""
     filters = run.facts.get("filters")

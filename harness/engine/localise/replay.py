@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 STATE = "state_"
-_RAGGED = "token_offsets"
+RAGGED = "token_offsets"
 _OPTIONAL = frozenset({"residual", "expanded", "context", "tensor_scale", "experts"})
 _MERGED_BYTES = 256 << 20  # of inputs batched into one replay, at most
 _SHARED_VALUES = 64  # elements of a tensor shared by all rows; larger ones are not batched
@@ -230,7 +230,7 @@ def replayed(known: TwinComponents, batch: Batch) -> Replay:
     inputs = taken(batch)
     if not inputs or not batch.outputs:
         return Replay(batch, undecided=_FUSED)
-    if _RAGGED in inputs and any(_is_filtered(call) for call in batch.calls):
+    if RAGGED in inputs and any(is_filtered(call) for call in batch.calls):
         return Replay(batch, undecided="only some rows were captured, and it needs all of them")
     try:
         if maker_of(component) and "codes" not in inputs and "x" in inputs:
@@ -251,7 +251,8 @@ def replayed(known: TwinComponents, batch: Batch) -> Replay:
         return Replay(batch, undecided=f"the twin cannot run on its inputs: {line}")
 
 
-def _is_filtered(call: CapturedCall) -> bool:
+def is_filtered(call: CapturedCall) -> bool:
+    """Return whether a filter left rows of a call out."""
     return any(
         tensor.rows is not None for tensor in (*call.inputs.values(), *call.outputs.values())
     )
@@ -259,7 +260,7 @@ def _is_filtered(call: CapturedCall) -> bool:
 
 def is_ragged(component: Component) -> bool:
     """Tell whether rows depend on each other: sequences of a call, or memory of earlier ones."""
-    return any(each.name == _RAGGED or each.name.startswith(STATE) for each in component.inputs)
+    return any(each.name == RAGGED or each.name.startswith(STATE) for each in component.inputs)
 
 
 def taken(batch: Batch) -> dict[str, Tensor]:

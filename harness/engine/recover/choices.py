@@ -73,7 +73,7 @@ def _read(seen: Tensor, right: Tensor) -> dict[int, int]:
 
 
 def never_chosen(calls: Sequence[CallRecord]) -> Iterator[FaultVariant]:
-    """Yield numbers that nothing chooses, though some rows had to: the last, the first, or a few.
+    """Yield the last numbers, the first or a single one, if no row chooses what some rows had to.
 
     Their scores are taken for ones that lose against all others.
     """

@@ -74,7 +74,7 @@ _SHIFTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128)
 _UNITS = range(2, 65)  # by which positions may be counted
 _COUNTED = 1000  # a whole number of the config above this is taken for a real one
 _PARTS = (32, 64, 128)  # columns of a partial sum
-NEAR_FITTED = 2.0**-7  # of a number that was fitted to a sample, to which all rows are asked
+NEAR_FITTED = 2.0**-7  # of a number fitted to a sample: the range searched again over all rows
 _ROUNDING = 2.0**-9
 _CODED = frozenset({CODES, BLOCK_SCALE, TENSOR_SCALE, X_LOOSE})
 

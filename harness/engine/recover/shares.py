@@ -120,46 +120,45 @@ def _held(
     record: CallRecord, columns: Mapping[str, Ends], heads: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     made = {}
-    for name, output in record.outputs.items():
-        if name not in columns and name not in heads:
-            continue
-        made[name] = torch.zeros(output.shape, dtype=torch.bool)
-        if name in heads:
-            made[name][:, list(heads[name])] = True
-        else:
-            made[name][..., slice(*columns[name])] = True
+    for name, at in (_columns_at(columns) | _heads_at(heads)).items():
+        if name in record.outputs:
+            made[name] = torch.zeros(record.outputs[name].shape, dtype=torch.bool)
+            made[name][at] = True
     return made
 
 
+def _columns_at(columns: Mapping[str, Ends]) -> dict[str, Any]:
+    """Return the index of columns, by output."""
+    return {name: (..., slice(*ends)) for name, ends in columns.items()}
+
+
+def _heads_at(heads: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the index of heads, by output."""
+    return {name: (slice(None), list(chosen)) for name, chosen in heads.items()}
+
+
 @operation
-def only_in(columns: Mapping[str, tuple[int, int]], of: Callable[[Any], Any], call: Any) -> Any:
+def only_in(columns: Mapping[str, Ends], of: Callable[[Any], Any], call: Any) -> Any:
     """Return a call that is changed in some columns of its outputs alone."""
-    changed = of(call)
-
-    def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
-        right = call(inputs, weights)
-        wrong = changed(inputs, weights)
-        made = dict(right)
-        for name, (begin, end) in columns.items():
-            made[name] = right[name].clone()
-            made[name][..., begin:end] = wrong[name][..., begin:end].to(right[name].dtype)
-        return made
-
-    return faulty
+    return _only_at(_columns_at(columns), of, call)
 
 
 @operation
 def only_in_heads(heads: Mapping[str, tuple[int, ...]], of: Callable[[Any], Any], call: Any) -> Any:
     """Return a call that is changed in some heads of its outputs alone."""
+    return _only_at(_heads_at(heads), of, call)
+
+
+def _only_at(places: Mapping[str, Any], of: Callable[[Any], Any], call: Any) -> Any:
     changed = of(call)
 
     def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
         right = call(inputs, weights)
         wrong = changed(inputs, weights)
         made = dict(right)
-        for name, chosen in heads.items():
+        for name, at in places.items():
             made[name] = right[name].clone()
-            made[name][:, list(chosen)] = wrong[name][:, list(chosen)].to(right[name].dtype)
+            made[name][at] = wrong[name][at].to(right[name].dtype)
         return made
 
     return faulty

@@ -1,8 +1,8 @@
 """Say which slots of a cache hold something else, and what: zeros, or the rows of other slots.
 
 What a cache gives are the rows of whole sequences, earlier calls' and this one's, one after the
-other. A wrong row is looked up among the right ones; then the wrong slots of all calls are told
-from the others by their number, or by how new they are.
+other. A wrong row is looked up among the right ones. Then a rule is sought that separates wrong
+from right slots in all calls: by their number, or by their age.
 
 Shape letters: S rows of all sequences of a call, F numbers of a row.
 """
@@ -65,6 +65,11 @@ class SlotRule(NamedTuple):
         if self.low == self.high:
             return f"{kind} {self.low}{of}"
         return f"{kind}s {self.low} to {self.high}{of}"
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the words name a single slot."""
+        return self.step > 1 or self.low == self.high
 
     def _of_ages(self) -> str:
         if self.low == 1:
@@ -188,8 +193,7 @@ def _variant(
     names: tuple[str, ...], content: SlotContent, rule: SlotRule, outputs: int
 ) -> FaultVariant:
     what = "" if len(names) == outputs else f" ({' and '.join(names)})"
-    one = rule.words.startswith(("slot ", "row ", "every", "the newest slot", "the slot "))
-    words = f"{rule.words}{what} {'holds' if one else 'hold'} {content.words}"
+    words = f"{rule.words}{what} {'holds' if rule.is_one else 'hold'} {content.words}"
     return FaultVariant(words, with_outputs(partial(slots_changed, names, content, rule)))
 
 

@@ -1,4 +1,4 @@
-"""Slots of a cache are told by number, by age, or by the row that they are of a call."""
+"""Wrong slots of a cache are identified by number, by age, or by their row in a call."""
 
 from __future__ import annotations
 
