@@ -336,7 +336,7 @@ def decode_array(codes: Tensor, fmt: NumberFormat) -> Tensor:
     if _is_looked_up_on_gpu(codes) and fmt.bits <= 8:
         if fmt.bits < 8 and codes.numel() and int(codes.max()) >= fmt.code_count:
             return _decode_piece(codes, fmt)  # refuses
-        return _on_gpu(codes, _table(fmt))
+        return _on_gpu(codes, _entries(codes.device, fmt))
     if _is_looked_up(codes) and fmt.bits <= 8:
         table = _table(fmt)
 
@@ -354,7 +354,7 @@ def decode_pairs(
 ) -> Tensor:
     """Return the values [..., 2 P] of bytes that hold two 4-bit codes, in float32 or float64."""
     if _is_looked_up_on_gpu(packed_P):
-        pairs_P = _on_gpu(packed_P, _pair_table(fmt, order, dtype)).view(dtype)
+        pairs_P = _on_gpu(packed_P, _entries(packed_P.device, fmt, (order, dtype))).view(dtype)
         return pairs_P.reshape(*packed_P.shape[:-1], 2 * packed_P.shape[-1])
     if not _is_looked_up(packed_P):
         return decode_array(unpack_nibbles(packed_P, order), fmt).to(dtype)
@@ -416,15 +416,24 @@ def _is_looked_up_on_gpu(codes: Tensor) -> bool:
     return codes.dtype is torch.uint8 and codes.device.type == "cuda"
 
 
-def _on_gpu(codes: Tensor, table: NDArray[Any]) -> Tensor:
+def _on_gpu(codes: Tensor, entries: Tensor) -> Tensor:
     """Return the entries of a table by code, in few launches: they cost more than the numbers."""
-    entries = torch.from_numpy(table).to(codes.device)
     flat = codes.reshape(-1)
     result = torch.empty(flat.shape, dtype=entries.dtype, device=flat.device)
     for start in range(0, flat.numel(), _GPU_PIECE):
         piece = slice(start, start + _GPU_PIECE)
         torch.index_select(entries, 0, flat[piece].int(), out=result[piece])
     return result.reshape(codes.shape)
+
+
+@cache
+def _entries(
+    device: torch.device, fmt: NumberFormat, pairs: tuple[NibbleOrder, torch.dtype] | None = None
+) -> Tensor:
+    """Return a table on a device; a copy for each use would wait for all launches before it."""
+    table = _table(fmt) if pairs is None else _pair_table(fmt, *pairs)
+    with torch.inference_mode(mode=False):
+        return torch.from_numpy(table).to(device)
 
 
 @cache

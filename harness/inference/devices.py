@@ -9,6 +9,7 @@ copied back, so that a recorder sees it.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -43,9 +44,13 @@ _FIELDS = (
     "value", "codes", "block_scale", "tensor_scale", "input_scale", "zero_point", "group_index",
     "channel_scale",
 )  # fmt: skip
-_SMALL = 1 << 20  # bytes of a tensor that is moved as it is, and not kept
+_SMALL = 1 << 20  # bytes of a tensor that one thread copies
+_COUNTED = 1 << 16  # bytes that a kept tensor counts as at least
 _KEPT_SHARE = 8  # of the GPU's memory one part holds streamed weights
 _KEPT_ON_CPU = 1 << 28
+_PROCESSES = 8  # on one GPU, at most
+_SHARE = 12 << 30  # bytes of its memory for each of them
+_WORTH = 4 << 30  # bytes of weights for which a process is started
 _STAGED = 1 << 22  # bytes that one thread copies at once
 _STAGES = 16
 _COPYING = 8  # threads
@@ -103,19 +108,34 @@ def gpus() -> tuple[str, ...]:
     return tuple(f"{CUDA}:{number}" for number in range(torch.cuda.device_count()))
 
 
+def processes_on(devices: tuple[str, ...], weight_bytes: int) -> int:
+    """Return how many processes shall compute on some GPUs: one for each, or more for many weights.
+
+    One process leaves a GPU idle nine tenths of the time: it reads, copies and launches.
+    """
+    memory = min(torch.cuda.get_device_properties(each).total_memory for each in devices)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    most = min(_PROCESSES, memory // _SHARE, (cores or 1) // (2 * len(devices)))
+    return max(len(devices), min(most * len(devices), weight_bytes // _WORTH))
+
+
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < _DIGITS
 
 
-def run_on_device(bound: BoundModel, device: str) -> None:
-    """Let every component of a model run on a device; on the CPU nothing is to be done."""
+def run_on_device(bound: BoundModel, device: str, recent: RecentTensors | None = None) -> None:
+    """Let every component of a model run on a device; on the CPU nothing is to be done.
+
+    Models that read the same checkpoint share `recent`, so that a weight goes there once.
+    """
     if device != CPU:
-        wrap_calls(bound, torch.device(device))
+        wrap_calls(bound, recent or RecentTensors(device))
 
 
-def wrap_calls(bound: BoundModel, device: torch.device) -> None:
+def wrap_calls(bound: BoundModel, recent: RecentTensors) -> None:
     """Wrap every call of a model, whatever the device."""
-    place = partial(_DeviceWeights, device=device, held=WeakKeyDictionary(), recent=_Recent(device))
+    device = recent.device
+    place = partial(_DeviceWeights, held=WeakKeyDictionary(), recent=recent)
     bound.placed = place
     for name, call in list(bound.calls.items()):
         bound.calls[name] = _DeviceCall(call, device, place)
@@ -158,11 +178,8 @@ class _DeviceCall(CallWrapper):
 class _DeviceWeights(Mapping[str, Weight]):
     """The weights of a component on a device; each goes there when it is asked for."""
 
-    def __init__(
-        self, weights: Mapping[str, Weight], device: torch.device, held: _Held, recent: _Recent
-    ) -> None:
-        self._weights, self._device = weights, device
-        self._held, self._recent = held, recent
+    def __init__(self, weights: Mapping[str, Weight], held: _Held, recent: RecentTensors) -> None:
+        self._weights, self._held, self._recent = weights, held, recent
 
     def __getitem__(self, key: str) -> Weight:
         weight = self._weights[key]
@@ -170,7 +187,7 @@ class _DeviceWeights(Mapping[str, Weight]):
             return _MovedWeight(weight, self._recent)
         found = self._held.get(weight)
         if found is None:
-            found = self._held[weight] = HeldWeight.of_weight(_moved(weight, self._device))
+            found = self._held[weight] = HeldWeight.of_weight(_moved(weight, self._recent.device))
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -192,7 +209,7 @@ def _moved(weight: Weight, device: torch.device) -> Weight:
 class _MovedWeight(Weight):
     """A weight whose tensors go to the device when they are read; it keeps nothing itself."""
 
-    def __init__(self, weight: Weight, recent: _Recent) -> None:
+    def __init__(self, weight: Weight, recent: RecentTensors) -> None:
         self._weight, self._recent = weight, recent
         self.storage, self.from_codes, self._decoded = weight.storage, weight.from_codes, {}
 
@@ -217,36 +234,40 @@ class _MovedWeight(Weight):
 # own copy of such memory is that of one thread, and slower than a file in the page cache is read.
 
 
-class _Recent:
-    """The tensors that were moved last, by the memory that they were copied from."""
+class RecentTensors:
+    """The tensors that were moved last, by the memory that they were copied from.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    `sharing` is how many processes compute on the device.
+    """
+
+    def __init__(self, device: str, sharing: int = 1) -> None:
+        self.device, self._sharing = torch.device(device), sharing
         self._held: OrderedDict[tuple[Any, ...], tuple[Tensor, Tensor]] = OrderedDict()
         self._bytes = 0
 
     def moved(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device."""
-        if tensor.nbytes < _SMALL or tensor.device == self._device:
-            return tensor.to(self._device)
+        if tensor.device == self.device:
+            return tensor
         # The source is kept as well: no other tensor can have its memory meanwhile.
         version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
         key = (tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride())
         if key in self._held:
             self._held.move_to_end(key)
             return self._held[key][1]
-        made = _copied(tensor, self._device)
+        made = _copied(tensor, self.device)
         self._held[key] = tensor, made
-        self._bytes += made.nbytes
+        self._bytes += max(_COUNTED, made.nbytes)
         while self._bytes > self._most and self._held:
-            self._bytes -= self._held.popitem(last=False)[1][1].nbytes
+            self._bytes -= max(_COUNTED, self._held.popitem(last=False)[1][1].nbytes)
         return made
 
     @property
     def _most(self) -> int:
-        if self._device.type == CPU:
+        if self.device.type == CPU:
             return _KEPT_ON_CPU
-        return torch.cuda.get_device_properties(self._device).total_memory // _KEPT_SHARE
+        memory = torch.cuda.get_device_properties(self.device).total_memory
+        return memory // max(_KEPT_SHARE, 2 * self._sharing)
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -256,6 +277,9 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     made = torch.empty_like(tensor, device=device)
     source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor, made))
     staging, stream = _staging(), torch.cuda.current_stream(device)
+    if len(source) < _SMALL:
+        staging.copy(source, target, stream)
+        return made
     copies = [
         staging.pool.submit(staging.copy, source[begin : begin + _STAGED],
                             target[begin : begin + _STAGED], stream)

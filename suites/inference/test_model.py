@@ -192,7 +192,7 @@ def test_a_model_after_a_round_trip_is_the_same_model(family: str, tmp_path: Pat
     source = write_speaker(tmp_path / "model", family, "nvfp4-full")
     with open_model(source) as plain, open_model(source) as moved:
         bound = moved.logits_model.bound
-        devices.wrap_calls(bound, torch.device("cpu"))
+        devices.wrap_calls(bound, devices.RecentTensors("cpu"))
         run = InMemoryRun.from_prompts(bound, PROMPTS)
         expected = InMemoryRun.from_prompts(plain.logits_model.bound, PROMPTS)
         assert all(map(torch.equal, run.logits, expected.logits))
@@ -207,7 +207,7 @@ def test_a_cause_is_named_on_another_device_and_with_streamed_weights(tmp_path: 
     for held_values, device in ((HELD_VALUES, False), (HELD_VALUES, True), (0, False)):
         with CheckRun(CheckSettings(capture, source, held_values=held_values)) as run:
             if device:
-                devices.wrap_calls(run.twin, torch.device("cpu"))
+                devices.wrap_calls(run.twin, devices.RecentTensors("cpu"))
             (origin,) = run.judge().origins
             assert (run.model.streamed is None) == bool(held_values)
             assert origin.diagnosed is not None
@@ -265,7 +265,7 @@ def test_what_a_kernel_writes_into_its_inputs_there_is_written_here(
     with open_model(source) as model:
         bound = model.logits_model.bound
         bound.calls["norm"] = kernel
-        devices.wrap_calls(bound, torch.device("cpu"))
+        devices.wrap_calls(bound, devices.RecentTensors("cpu"))
         monkeypatch.setattr(torch.Tensor, "to", away)
         x = torch.ones(2, 3)
         made = bound.calls["norm"]({"x": x}, bound.weights_of("norm"))["out"]
@@ -290,7 +290,7 @@ def test_streamed_weights_and_budgets_on_another_device_give_the_same_result(
     for device in (False, True):
         with CheckRun(CheckSettings(capture, source, held_values=0)) as run:
             if device:
-                devices.wrap_calls(run.twin, torch.device("cpu"))
+                devices.wrap_calls(run.twin, devices.RecentTensors("cpu"))
             localised = localise(run.twin, run.recipe, run.capture, run.reference)
             found.append([(row.component.name, row.output, row.ratio) for row in localised.rows])
     assert found[0] == found[1]
@@ -307,9 +307,9 @@ def test_what_was_moved_is_kept_until_there_is_too_much_or_it_was_changed(
         return tensor.clone()
 
     monkeypatch.setattr(devices, "_copied", copied)
-    monkeypatch.setattr(devices, "_SMALL", 0)
+    monkeypatch.setattr(devices, "_COUNTED", 0)
     monkeypatch.setattr(devices, "_KEPT_ON_CPU", 100)
-    recent = devices._Recent(torch.device("cpu:0"))
+    recent = devices.RecentTensors("cpu:0")
     first, second = torch.arange(10), torch.arange(10)
     assert recent.moved(first) is recent.moved(first)
     first.mul_(2)

@@ -138,7 +138,7 @@ class CheckOptions:
         typer.Option(
             metavar="N",
             help="Processes that judge components, each on one thread.",
-            show_default="the calling process, or one a GPU",
+            show_default="the calling process, or up to eight a GPU",
         ),
     ] = None
     screen: Annotated[
@@ -333,7 +333,8 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     The same command again finishes what was interrupted.
     """
     _require_usable(options, terminal)
-    _begin_workers(options, terminal)
+    if (options.workers or requested_processes() or 1) > 1:
+        _begin_workers(terminal)
     with importing():  # torch, which --help and --version do without
         from degarble.harness.commands.check import check as run  # noqa: PLC0415
         from degarble.harness.commands.check.report import (  # noqa: PLC0415
@@ -344,9 +345,11 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
         from degarble.harness.commands.check.spread import SpreadCheck  # noqa: PLC0415
         from degarble.harness.engine.adopted.files import searching  # noqa: PLC0415
         from degarble.harness.engine.conventions.registry import read_options  # noqa: PLC0415
-        from degarble.harness.inference.devices import devices_of  # noqa: PLC0415
+        from degarble.harness.inference.devices import CPU, devices_of  # noqa: PLC0415
 
     devices = devices_of("--device", options.device)
+    if devices != (CPU,):
+        _begin_workers(terminal)
     wanted = run.CheckSettings(
         options.capture,
         options.reference,
@@ -366,7 +369,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
             from degarble.harness.commands.check.output_statistics import StatisticsCollector  # noqa: PLC0415  as above
 
             looker = StatisticsCollector(opened.model.config, opened.model.store)
-        chosen = _spread(options, terminal, devices, stack)
+        chosen = _spread(options, terminal, devices, (opened, stack))
         elsewhere = SpreadCheck(opened, chosen, looking=looker is not None)
         components = len({call.component for call in opened.capture.calls})
         with terminal.progress("check", components) as report:
@@ -399,27 +402,28 @@ def _require_usable(options: CheckOptions, terminal: Terminal) -> None:
         require_folder("--report", options.report)
 
 
-def _begin_workers(options: CheckOptions, terminal: Terminal) -> None:
-    """Have the process that forks workers import torch while this one does."""
-    workers = options.workers or requested_processes() or 1
-    several = workers > 1 or "," in options.device or options.device.endswith(":all")
-    if several and terminal.cluster is None:
+def _begin_workers(terminal: Terminal) -> None:
+    """Have the process that forks workers import torch while this one goes on."""
+    if terminal.cluster is None:
         from degarble.harness.checkpoint.write.workers import CHECK_IMPORTS, begin_imports  # noqa: PLC0415  as above
 
         begin_imports([CHECK_IMPORTS])
 
 
 def _spread(
-    options: CheckOptions, terminal: Terminal, devices: tuple[str, ...], stack: ExitStack
+    options: CheckOptions, terminal: Terminal, devices: tuple[str, ...], run: tuple[Any, ExitStack]
 ) -> Any:
     """Choose who judges components, and where finished ones are kept."""
     from degarble.harness.commands.check.spread import SpreadSettings  # noqa: PLC0415  as above
+    from degarble.harness.inference.devices import CPU, processes_on  # noqa: PLC0415  as above
 
+    opened, stack = run
     workers: Any = options.workers or requested_processes()
     if terminal.cluster is not None:
         workers = stack.enter_context(values.spread(terminal, workers))
-    elif workers is None and len(devices) > 1:
-        workers = len(devices)
+    elif workers is None and devices != (CPU,):
+        count = processes_on(devices, opened.weight_bytes())
+        workers = count if count > 1 else None
     return SpreadSettings(workers, devices, _unfinished(options, terminal))
 
 

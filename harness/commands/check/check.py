@@ -6,6 +6,7 @@ its path. For `--backend` the prompts of the capture run again on other kernels 
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,13 @@ from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY,
 from degarble.harness.engine.diagnose.attribute import Shares, recorded_throughout, shares_of
 from degarble.harness.engine.diagnose.minimal_reproducer import shrunk
 from degarble.harness.engine.localise.localise import During, Localised, localise
-from degarble.harness.inference.devices import CPU, GpuLost, require_device, run_on_device
+from degarble.harness.inference.devices import (
+    CPU,
+    GpuLost,
+    RecentTensors,
+    require_device,
+    run_on_device,
+)
 from degarble.harness.inference.generation import Continuation, Generation, Limits
 from degarble.harness.inference.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 from degarble.harness.inference.processes import usable_workers
@@ -60,6 +67,8 @@ if TYPE_CHECKING:
     from degarble.harness.report.verdict import Verdict
     from degarble.references.binding import BoundModel
 
+
+_HASHING = 4  # of so many cores one verifies the reference meanwhile
 
 # --------------------------------------------------------------------------------------------------
 # The text panel of a check: the model's answers and its twin's answers to the same prompts.
@@ -178,6 +187,7 @@ class CheckSettings:
     checkpoint: Path | None = None
     held_values: int = HELD_VALUES
     device: str = CPU  # where twin and reference are computed
+    sharing: int = 1  # processes that compute on this device
     partial: bool = False  # judge what there is of a capture whose run was killed
     conventions: Mapping[str, Any] = field(default_factory=dict)  # go before the capture's own
     screen: bool = False  # look at sampled rows first
@@ -291,7 +301,8 @@ class CheckRun:
         self.twin: BoundModel = as_recorded(self.model.logits_model.bound, self.capture)
         config, recipe = self.twin.config, self.model.recipe
         require_usable_inputs(self.capture, components(config, recipe), config.vocab_size)
-        run_on_device(self.twin, wanted.device)
+        recent = RecentTensors(wanted.device, wanted.sharing)
+        run_on_device(self.twin, wanted.device, recent)
         plain = self.model.arithmetic != "twin"
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
         self._reference_model = self.model
@@ -308,12 +319,13 @@ class CheckRun:
         require_same_model(self.model.config, reference.config, own)
         self._verify(reference)
         self.reference = as_recorded(reference.logits_model.bound, self.capture)
-        run_on_device(self.reference, wanted.device)
+        run_on_device(self.reference, wanted.device, recent)
 
     def _verify(self, reference: OpenModel) -> None:
         """Begin to compare the reference with its manifest, which goes on while a run is judged."""
         if self._verifying and self.settings.reference is not None:
-            hashes = ReferenceHashes(reference.checkpoint, usable_workers())
+            threads = max(usable_workers(), (os.cpu_count() or 1) // _HASHING)
+            hashes = ReferenceHashes(reference.checkpoint, threads)
             self._hashes = self._open.enter_context(hashes)
 
     def require_verified(self) -> bool:
@@ -339,6 +351,10 @@ class CheckRun:
         paths += [part.path for part in self.capture.parts]
         states = [(path.name, path.stat()) for path in dict.fromkeys(paths)]
         return [[name, state.st_size, state.st_mtime_ns] for name, state in states]
+
+    def weight_bytes(self) -> int:
+        """Return how many bytes the shards of the checkpoint have."""
+        return sum(shard.file_size for shard in self.model.checkpoint.shards)
 
     def place_on_disk(self, task: JudgingTask) -> tuple[str, int]:
         """Return where the first weight of some components lies: its file, and where it begins."""

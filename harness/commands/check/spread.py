@@ -62,7 +62,10 @@ class SpreadCheck:
         self._looking = looking
         self._stack = ExitStack()
         self._pool: Pool | None = None
-        self._work = partial(_judged, secrets.token_hex(8), opened.settings, looking)
+        wanted = opened.settings
+        if isinstance(settings.workers, int) and settings.devices:
+            wanted = replace(wanted, sharing=-(-settings.workers // len(settings.devices)))
+        self._work = partial(_judged, secrets.token_hex(8), wanted, looking)
         self._parts = self._finished_parts()
         self._unverified: list[tuple[list[object], Any]] = []
 
