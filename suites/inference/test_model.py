@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -318,6 +320,25 @@ def test_what_was_moved_is_kept_until_there_is_too_much_or_it_was_changed(
     assert torch.equal(recent.moved(second), second)
     recent.moved(first)
     assert len(moved) == 4, "the first one had to go"
+
+
+def test_large_models_get_several_processes_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def machine(cores: int, memory: int) -> None:
+        card = SimpleNamespace(total_memory=memory << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+
+    machine(cores=64, memory=139)
+    one, two = ("cuda:0",), ("cuda:0", "cuda:1")
+    counts = [devices.processes_on(one, size << 30) for size in (1, 4, 20, 500)]
+    assert counts == [1, 1, 5, 8]
+    assert [devices.processes_on(two, size << 30) for size in (1, 500)] == [2, 16]
+    kept = [devices.RecentTensors("cuda:0", sharing)._most >> 30 for sharing in (1, 4, 8)]
+    assert kept == [17, 17, 8]
+    machine(cores=64, memory=24)
+    assert devices.processes_on(one, 500 << 30) == 2
+    machine(cores=8, memory=139)
+    assert [devices.processes_on(each, 500 << 30) for each in (one, two)] == [4, 4]
 
 
 @pytest.mark.gpu
