@@ -649,7 +649,8 @@ def _edge_proof(received: Tensors, passed: Tensors) -> VariantFit:
 #
 # The call that shows most is chosen, a window of its rows, and columns of each output. A window is
 # contiguous and begins at a multiple of its size, so that a fault that counts rows or tiles keeps
-# its pattern. Calls with sequences or memory are never cut; to fit numbers, their beginning may do.
+# its pattern. Calls with sequences or memory are cut to their beginning where they are long, or
+# where numbers are fitted.
 # A sample only orders trials: a named fault is proved on every row of every call.
 #
 # Shape letters: T tokens, F columns.
@@ -658,6 +659,7 @@ def _edge_proof(received: Tensors, passed: Tensors) -> VariantFit:
 _EXPERTS = 3  # experts kept in a sample
 WINDOW = 64  # rows at most
 _BEGINNING = 128  # rows at least
+_LONG = 1024  # tokens: what sees all earlier ones takes seconds for each variant
 COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
 _FAINT = 0.01  # of an output's length: a few roundings of BF16
 _OUTSIDE = frozenset({"offsets", "state"})
@@ -735,8 +737,13 @@ def most_telling(records: Sequence[CallRecord]) -> CallRecord:
 
 def sampled(context: ComponentContext, record: CallRecord, window: int = WINDOW) -> Sample:
     """Cut a record to the window of rows that differs most, if its rows are independent."""
-    cut = _window(record, window) if is_by_row(context, record) else record
-    whole = cut is record
+    cut, tokens = record, record.inputs.get(RAGGED)
+    if is_by_row(context, record):
+        cut = _window(record, window)
+    elif tokens is not None and tokens.numel() and int(tokens[-1]) > _LONG:
+        cut = beginning(context, record)
+    # A beginning has the first rows and tiles that differ, so a count of them shows.
+    whole = cut is record or RAGGED in cut.inputs
     if "experts" in cut.inputs and context.role.startswith("ffn.experts.w") and window == WINDOW:
         cut = _few_experts(cut)
     columns = {

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 ATTENTION = "traced.attention"
 DISTANCE, KEY = "distance", "key"
-MOST_ROWS = 192  # queries whose outputs are solved
+MOST_ROWS = 192  # queries whose outputs are solved, fewer where their equations are large
+_MOST_BYTES = 1 << 30  # of equations
+_MOST_EQUATIONS = 4096  # of a query
 MOST_KEYS = 1024
 KNOWN = 0.2  # error of an unknown, up to which it is taken for 0 or 1
 _FEWEST = 2  # queries
@@ -216,20 +218,39 @@ def _rows(
             at = torch.arange(len(key) - len(query), len(key))
             healthy += at[~wrong].tolist()
             chosen = wrong.nonzero().flatten()
-            if len(chosen) > left:
-                chosen = chosen[torch.linspace(0, len(chosen) - 1, left).long()]
-            left -= len(chosen)
+            chosen, left = _spread(chosen, left, (len(key), seen[0].numel()))
             if len(chosen):
                 weights, sinks, admitted = _shares(context, query, key)
                 group = query.shape[1] // key.shape[1]
                 values = value.repeat_interleave(group, 1).transpose(0, 1)[heads][..., columns]
                 sinks = None if sinks is None else sinks[heads][:, chosen]
+                some = _solved_columns(*seen.shape[1:])
                 own = _Queries(
-                    weights[heads][:, chosen], values, seen[chosen], sinks, at[chosen],
-                    admitted[chosen],
+                    weights[heads][:, chosen], values[..., some], seen[chosen][..., some], sinks,
+                    at[chosen], admitted[chosen],
                 )  # fmt: skip
                 rows.append(own)
     return rows, healthy
+
+
+def _spread(queries: Tensor, left: int, each_has: tuple[int, int]) -> tuple[Tensor, int]:
+    """Return evenly spread queries for which there is room, and what room of MOST_ROWS is left.
+
+    Each has so many unknowns and outputs.
+    """
+    unknowns, outputs = each_has
+    size = torch.float64.itemsize * unknowns * min(outputs, _MOST_EQUATIONS)
+    each = max(1, -(-size * MOST_ROWS // _MOST_BYTES))
+    most = max(0, left) // each
+    if len(queries) > most:
+        queries = queries[torch.linspace(0, len(queries) - 1, most).long()]
+    return queries, left - each * len(queries)
+
+
+def _solved_columns(heads: int, wide: int) -> Tensor:
+    """Return the columns of each head that give equations: all, or some spread evenly."""
+    count = min(wide, -(-_MOST_EQUATIONS // max(1, heads)))
+    return torch.linspace(0, wide - 1, count).round().long()
 
 
 def _shown(record: CallRecord) -> tuple[Tensor, Tensor] | None:
@@ -527,9 +548,10 @@ def _of_lists(
             gap = (own - right[begin : begin + count].reshape(own.shape)).flatten(1).norm(dim=1)
             wrong = (gap > _DIFFERS * own.flatten(1).norm(dim=1)).nonzero().flatten()
             begin += count
-            if len(wrong) > left:
-                wrong = wrong[torch.linspace(0, len(wrong) - 1, left).long()] if left else wrong[:0]
-            left -= len(wrong)
+            value, inside = feature_of(feature, listed)
+            if not len(wrong) or bool((inside & (value >= MOST_KEYS)).any()):
+                continue
+            wrong, left = _spread(wrong, left, (int(inside.sum(1).max()), own[0].numel()))
             yield from _of_tokens(listed, own, wrong, sink_H, feature)
 
 
@@ -538,17 +560,18 @@ def _of_tokens(
 ) -> Iterator[KeyEquations]:
     value, inside = feature_of(feature, listed)
     rows = listed.rows.double()
+    some = _solved_columns(*out_THL.shape[1:])
     for t in wrong.tolist():
         there = listed.place[t] >= 0
         logit_HR = listed.q[t].double() @ rows.T * listed.q.shape[-1] ** -0.5
         top = torch.maximum(logit_HR[:, there].amax(1), sink_H)
-        share_HR = (logit_HR - top[:, None]).exp()
+        share_HR = (logit_HR - top[:, None]).exp()[:, there]
         out_HL = out_THL[t]
         weigh_H = 1 / out_HL.square().mean(1).sqrt().clamp(min=_TINY)
-        pull_RHL = (rows[:, None] - out_HL[None]) * (share_HR * weigh_H[:, None]).T[..., None]
-        free = there & inside[t]
-        rest_HL = pull_RHL[there & ~free].sum(0)
-        rest_HL = rest_HL - out_HL * ((sink_H - top).exp() * weigh_H)[:, None]
-        index = value[t][free]
-        mass = share_HR[:, free].sum(0)
+        out_HL = out_HL[:, some]
+        pull_RHL = rows[there][:, None, some] - out_HL[None]
+        pull_RHL *= (share_HR * weigh_H[:, None]).T[..., None]
+        free = inside[t][there]
+        rest_HL = pull_RHL[~free].sum(0) - out_HL * ((sink_H - top).exp() * weigh_H)[:, None]
+        index, mass = value[t][there][free], share_HR[:, free].sum(0)
         yield KeyEquations(index, pull_RHL[free].flatten(1), rest_HL.flatten(), mass)

@@ -366,6 +366,19 @@ def test_the_first_tokens_stand_for_a_call_whose_tokens_see_earlier_ones(
     assert beginning(context, record) is record, "no row that differs would be left"
 
 
+def test_faults_are_tried_on_the_first_tokens_of_a_long_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trial, "_BEGINNING", 16)
+    model = double("v4", "bf16")
+    place = "layers.1.attn.attend"
+    record = model.sights(place, FaultVariant("early", with_outputs(partial(_from_row, 2))))[0]
+    for longest, count in ((1024, len(record.outputs["out"])), (100, WINDOW + 2)):
+        monkeypatch.setattr(trial, "_LONG", longest)
+        sample = sampled(model.naming(place), record)
+        assert (len(sample.record.outputs["out"]), sample.whole) == (count, True)
+
+
 def test_calls_whose_outputs_are_as_wide_as_a_sequence_keep_all_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

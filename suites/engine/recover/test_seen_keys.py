@@ -9,6 +9,7 @@ import torch
 
 from degarble.harness.engine.diagnose.trial import together
 from degarble.harness.engine.faults.model_faults import CallRecord
+from degarble.harness.engine.recover import seen_keys
 from degarble.harness.engine.recover.described import describe
 from degarble.harness.engine.recover.seen_keys import rules_of_keys
 from degarble.suites.museum.random_faults.answers import CauseAnswer, judged
@@ -72,6 +73,34 @@ def test_keys_that_were_seen_are_told_by_a_rule(name: str) -> None:
     found = told(seen)
     assert found is not None
     assert words in found.sentence
+
+
+@pytest.mark.parametrize("name", ["first", "gap"])
+def test_a_part_of_large_equations_tells_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved: list[torch.Size] = []
+    equations = seen_keys._equations
+
+    def counted(*given: Any) -> Any:
+        for each in equations(*given):
+            solved.append(each.pulls.shape)
+            yield each
+
+    monkeypatch.setattr(seen_keys, "_equations", counted)
+    seen, words = RULES[name]
+    counts = []
+    for equations_at_most, room in ((4096, 1 << 30), (16, 1 << 16)):
+        monkeypatch.setattr(seen_keys, "_MOST_EQUATIONS", equations_at_most)
+        monkeypatch.setattr(seen_keys, "_MOST_BYTES", room)
+        solved.clear()
+        found = told(seen)
+        assert found is not None
+        assert words in found.sentence
+        counts.append((len(solved), max(shape[1] for shape in solved)))
+    (queries, numbers), (fewer_queries, fewer_numbers) = counts
+    assert 0 < 2 * fewer_queries < queries
+    assert fewer_numbers == 16 < numbers
 
 
 def test_keys_by_no_rule_are_not_told() -> None:
