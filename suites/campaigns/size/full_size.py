@@ -6,10 +6,10 @@
         --run="--device cuda:0 --workers 1" --run="--device cuda:0,1"
 
 `prepare` writes a synthetic checkpoint by its seed, with as many layers as the disk holds, a
-capture of it, and one of its first two layers. `layers` judges it in this process on one thread,
-whole and by `--screen`, and projects. `commands` times whole commands on both captures: what more
-layers take has no start in it. It compares their JSON. The reference has no manifest, since what
-would be hashed is the same in both. Nothing else should run.
+capture of it, and one of its first layer and both ends. `layers` judges it in this process on one
+thread, whole and by `--screen`, and projects. `commands` times whole commands on both captures:
+what more layers take has no start in it. It compares their JSON. The reference has no manifest,
+since what would be hashed is the same in both. Nothing else should run.
 
 The candidate of `--candidate nudged` computes as the twin does, and one number of every product and
 function falls on the other side: without any difference no budget would have to be derived.
@@ -36,7 +36,7 @@ import torch
 
 from degarble.harness.capture import capture as capturing
 from degarble.harness.capture.capture import CaptureSettings
-from degarble.harness.capture.options import CaptureFilter
+from degarble.harness.capture.options import ENDS, CaptureFilter
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.engine.localise.localise import During, localise
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 MODELS: Mapping[str, Any] = {"v4-flash": V4_FLASH, "v4-pro": V4_PRO, "v3.2": V3_2}
 LAYOUT = "nvfp4-experts"
 GPUS = 8
-_FEW = 2  # layers of the small capture
+_FEW = 1  # layers of the small capture, and the ends
 _SPARE = 6 << 30  # bytes of the disk that are left, the capture's among them
 _ENDS = "embedding and head"
 _NUDGED = (
@@ -147,11 +147,9 @@ def prepared(folder: Path, given: argparse.Namespace) -> None:
     model_folder, watch = folder / "model", lambda _: nullcontext()
     capturing.capture(model_folder, [prompt], folder / "capture", watch, settings)
     say(f"captured by {given.candidate}: {time.monotonic() - begun:.0f} s")
-    wanted = CaptureFilter.from_options(f"0-{_FEW - 1}", None, None)
+    few = replace(settings, wanted=CaptureFilter.from_options(f"0-{_FEW - 1},{ENDS}"))
     shutil.rmtree(folder / "few", ignore_errors=True)
-    capturing.capture(
-        model_folder, [prompt], folder / "few", watch, replace(settings, wanted=wanted)
-    )
+    capturing.capture(model_folder, [prompt], folder / "few", watch, few)
     (model_folder / "manifest.json").unlink(missing_ok=True)
 
 
@@ -262,7 +260,7 @@ def commands(folder: Path, runs: Sequence[str]) -> int:
     count = Checkpoint.open(folder / "model").config["num_hidden_layers"]
     results: dict[bool, set[bytes]] = defaultdict(set)
     first = 0.0
-    say(f"| options | s | {_FEW} layers, s | s for one more | of the first | verdict |")
+    say("| options | s | one layer, s | s for one more | of the first | verdict |")
     say("| --- | --- | --- | --- | --- | --- |")
     for options in runs:
         start, _ = timed(folder, "few", options)
