@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 PROGRAM = b"\x7fELF"  # the first bytes of a program or library
-PART = 40 << 20  # bytes, at most
+PART = 24 << 20  # bytes, at most
 LEFT_OUT = (
     "vllm/vllm_flash_attn/*.so", "vllm/vllm-rs", "vllm/_qutlass_C*", "vllm/benchmarks/*",
     "vllm/third_party/fmha_sm100/*", "vllm/third_party/tml_fa4/*",
+    "tilelang/3rdparty/composable_kernel/*", "tilelang/3rdparty/tvm/src/*",
+    "z3/include/*", "z3/lib/libz3.so.*", "z3_solver-*.data/*",  # TileLang links to z3/lib/libz3.so
 )  # fmt: skip
 OTHER_PYTHONS = "vllm/third_party/deep_gemm/_C.cpython-*"
 PYTHON = "cpython-312"

@@ -171,6 +171,22 @@ def test_parts_come_together_where_they_are_unpacked(tmp_path: Path) -> None:
     assert not (tmp_path / "s2").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "stays"),
+    [
+        ("tilelang/3rdparty/cutlass/include/cute/tensor.hpp", True),
+        ("tilelang/3rdparty/tvm/include/tvm/runtime/base.h", True),
+        ("tilelang/3rdparty/composable_kernel/include/ck/ck.hpp", False),
+        ("tilelang/3rdparty/tvm/src/ir/expr.cc", False),
+        ("z3/lib/libz3.so", True),
+        ("z3/lib/libz3.so.4.15", False),
+        ("z3_solver-4.15.4.0.data/data/bin/z3", False),
+    ],
+)
+def test_of_tilelang_what_compiles_stays(name: str, stays: bool) -> None:
+    assert pack.kept(name) == stays
+
+
 def test_without_vllm_or_over_another_pack_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidArgument, match="make vllm-pack"):

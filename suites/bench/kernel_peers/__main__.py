@@ -38,6 +38,7 @@ from degarble.suites.bench.kernel_peers.contest import (
     OURS,
     DeviceLostError,
     Gpu,
+    TimedRow,
     measure,
     reason_of,
     require_usable,
@@ -64,6 +65,7 @@ GROUPS: Mapping[str, tuple[str, str, str]] = {
     "norms": ("rows", "norms", "Norms, us"),
     "nodes": ("rows", "nodes", "Fused rows, mHC and nodes of a token, us"),
     "tokens": ("tokens", "tokens", "A decoding step of all layers as one graph, 8,192 tokens, us"),
+    "layers": ("whole_layers", "layers", "A decoding step by layer, 8,192 tokens, us"),
     "bits": ("bits", "bits", "A row alone and among other rows, us"),
 }
 TITLES = {group: title for group, (_, _, title) in GROUPS.items()}
@@ -78,9 +80,9 @@ KERNEL_SECONDS = 120.0  # until one kernel counts as hanging; DeepGEMM and hummi
 SPARE_SECONDS = 5.0  # at the end of --within
 
 
-def rows_of(group: str) -> Iterator[Row | LargeRow]:
+def rows_of(group: str) -> Iterator[Row | LargeRow | TimedRow]:
     module, name, _ = GROUPS[group]
-    made: Iterator[Row | LargeRow] = getattr(import_module(f"{HOME}.{module}"), name)()
+    made: Iterator[Row | LargeRow | TimedRow] = getattr(import_module(f"{HOME}.{module}"), name)()
     return made
 
 
@@ -179,13 +181,17 @@ def measured(run: Run, groups: Sequence[str], options: Any, clock: Clock, hang: 
             clock.release()
 
 
-def one_row(run: Run, row: Row | LargeRow, rounds: int, clock: Clock, hang: Hang) -> dict[str, Any]:
+def one_row(
+    run: Run, row: Row | LargeRow | TimedRow, rounds: int, clock: Clock, hang: Hang
+) -> dict[str, Any]:
     """Measure a row; a failure outside of a kernel is the row's reason."""
     key, _ = run.at
     try:
-        found = measure(
-            row.ready(), rounds, clock, run.lost.get(key, {}), lambda kernel: hang.at(key, kernel)
-        )
+        if isinstance(row, TimedRow):
+            found = row.record(rounds, clock)
+        else:
+            lost = run.lost.get(key, {})
+            found = measure(row.ready(), rounds, clock, lost, lambda name: hang.at(key, name))
     except DeviceLostError:
         raise
     except Exception as error:  # noqa: BLE001  as in measure

@@ -153,6 +153,14 @@ class LargeRow:
     ready: Callable[[], Row]
 
 
+@dataclass(frozen=True)
+class TimedRow:
+    """A row that other processes help to time; `record` returns what `measure` would."""
+
+    name: str
+    record: Callable[[int, Clock], dict[str, Any]]
+
+
 class Clock(Protocol):
     """Where arms are timed."""
 

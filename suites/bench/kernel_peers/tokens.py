@@ -21,7 +21,6 @@ from degarble.suites.bench.kernel_peers.contest import (
     LargeRow,
     Outcome,
     Row,
-    absent,
 )
 from degarble.suites.bench.runner import COPY, copy_arm
 
@@ -33,8 +32,6 @@ LANES = (1, 64)
 WANTED = {"V4-Flash": (5, 50), "V3.2": (9, 95)}
 RECIPE = bench.NVFP4
 COPIED = 1 << 30  # bytes at most of a copy whose rate is the ceiling
-VLLM = "vLLM 0.26"
-NO_ENGINE = "a layer of vLLM runs inside its engine alone, and no command here times it yet"
 
 
 def milliseconds(wanted: float) -> Goal:
@@ -125,7 +122,7 @@ def token_row(name: str, given: bench.Given, lanes: int, wanted: float) -> Row:
     moved = sum(step_bytes(given, steps[kind][0], lanes) for kind in kinds)
     run = layers_call(kinds, steps)
     return Row(
-        name, [Contender(OURS, lambda _number: Call(run)), absent(VLLM, NO_ENGINE)], moved,
+        name, [Contender(OURS, lambda _number: Call(run))], moved,
         goals=[milliseconds(wanted), of_bytes(0.0)], sets=1, repeats=1,
         ceilings=[copy_arm(min(moved, COPIED))],
     )  # fmt: skip

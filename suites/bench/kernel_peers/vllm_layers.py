@@ -1,0 +1,274 @@
+"""Time decoding steps of whole V4 layers by vLLM's own kernels, in a process of its own.
+
+    python -m degarble.suites.bench.kernel_peers.vllm_layers CHECKPOINT OUT.json --layers 4
+
+An engine loads the first layers of a checkpoint. Lanes compute prompts as long as the context and
+decode a few tokens. Then the engine's own CUDA graph of the last step is replayed between events:
+scheduler, sampler and head are no part of that. No plugin is loaded.
+
+OUT.json has what was measured so far after every number of lanes. --up FILE is written once the
+engine can be asked. Then --after FILE waits for a file: until it is there, others can use the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import time
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+BLOCK = 256  # tokens of a page; V4's own
+CHUNK = 8192  # tokens of a prompt that are computed together
+CACHE_BYTES = 12 << 30
+SHARE = 0.25  # of the GPU that has to be free
+WARM, STEPS, REPLAYS = 3, 8, 40
+WAITS = 1200.0  # seconds for --after, and for a checkpoint that is being written
+LOOKS = 0.2  # seconds between two looks for it
+_BEGUN = time.monotonic()
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"[{time.monotonic() - _BEGUN:6.1f} s] {text}\n")
+    sys.stdout.flush()
+
+
+# ---- a checkpoint of fewer layers ----------------------------------------------------------------
+
+
+def layer_of(name: str) -> int:
+    """Return the layer of a tensor; -1 for what belongs to none."""
+    parts = name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if part == "layers":
+            return int(parts[place + 1])
+    return -1
+
+
+def first_layers(checkpoint: Path, folder: Path, count: int) -> Path:
+    """Make a folder of links that has only the first layers' files, and a config that says so."""
+    config = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    if config["num_hidden_layers"] == count:
+        return checkpoint
+    index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
+    kept = {name: file for name, file in index["weight_map"].items() if layer_of(name) < count}
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    folder.mkdir(parents=True)
+    for file in sorted(set(kept.values())):
+        (folder / file).symlink_to((checkpoint / file).resolve())
+    config["num_hidden_layers"] = count
+    config["compress_ratios"] = config["compress_ratios"][:count]
+    for name, document in ((CONFIG, config), (INDEX, {**index, "weight_map": kept})):
+        (folder / name).write_text(json.dumps(document), encoding="utf-8")
+    return folder
+
+
+def read_first_layers() -> None:
+    """Let vLLM's loader pass over layers that its config does not have: files can hold both."""
+    model = import_module("vllm.models.deepseek_v4").DeepseekV4ForCausalLM
+    own = model.load_weights
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Any]]) -> Any:
+        count = self.config.num_hidden_layers
+        return own(self, (pair for pair in weights if layer_of(pair[0]) < count))
+
+    model.load_weights = load_weights
+
+
+def without_foreign_warmup() -> None:
+    """Leave out what vLLM compiles ahead for the routers of other models."""
+    warmup: Any = import_module("vllm.model_executor.warmup.kernel_warmup")
+    warmup._warmup_ll_bf16_router_gemm = lambda: None
+
+
+# ---- an engine -----------------------------------------------------------------------------------
+
+
+def engine_of(checkpoint: Path, options: Any) -> Any:
+    vllm: Any = import_module("vllm")
+    lanes = sorted(options.lanes)
+    return vllm.LLM(
+        model=str(checkpoint), skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype="fp8",
+        block_size=BLOCK, max_model_len=options.context + BLOCK, max_num_seqs=lanes[-1],
+        max_num_batched_tokens=CHUNK, gpu_memory_utilization=SHARE,
+        kv_cache_memory_bytes=CACHE_BYTES, enable_prefix_caching=False, async_scheduling=False,
+        compilation_config={
+            "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": lanes
+        },
+    )  # fmt: skip
+
+
+def runner_of(engine: Any) -> Any:
+    return engine.collective_rpc(_own_runner)[0]
+
+
+def _own_runner(worker: Any) -> Any:
+    return worker.model_runner
+
+
+def step_graph(runner: Any, lanes: int) -> tuple[Callable[[], object], int]:
+    """Return the replay of the graph for so many tokens, and of how many parts it is."""
+    entries = vars(runner.model).get("entries")
+    if entries is not None:  # vLLM's breakable graphs
+        captured = [e.capture for d, e in entries.items() if d.num_tokens == lanes and e.capture]
+        return captured[0].replay, len(captured[0].segments)
+    entries = runner.model.concrete_cudagraph_entries
+    graphs = [e.cudagraph for d, e in entries.items() if d.num_tokens == lanes and e.cudagraph]
+    return graphs[0].replay, 1
+
+
+def prompt_of(lane: int, lanes: int, context: int, vocabulary: int) -> list[int]:
+    """Draw a prompt; the first lanes decode while the others' prompts are computed."""
+    chance = random.Random(lane)
+    length = context - STEPS - WARM - 2 * (lanes - lane)
+    return [chance.randrange(vocabulary) for _ in range(length)]
+
+
+@contextmanager
+def watched(runner: Any, seen: list[int]) -> Iterator[None]:
+    """Run steps without graphs, and count the different experts that each layer's rows choose."""
+    place = "vllm.model_executor.layers.fused_moe.router.fused_moe_router"
+    routers, dispatcher = import_module(place).FusedMoERouter, runner.cudagraph_dispatcher
+    none = import_module("vllm.config").CUDAGraphMode.NONE
+    select, dispatch = routers.select_experts, dispatcher.dispatch
+
+    def noting(self: Any, *given: Any, **named: Any) -> Any:
+        made = select(self, *given, **named)
+        seen.append(int(made[1].unique().numel()))
+        return made
+
+    def eagerly(*given: Any, **named: Any) -> Any:
+        return dispatch(*given, **(named | {"valid_modes": {none}, "invalid_modes": None}))
+
+    routers.select_experts, dispatcher.dispatch = noting, eagerly
+    try:
+        yield
+    finally:
+        routers.select_experts, dispatcher.dispatch = select, dispatch
+
+
+def replays(replay: Callable[[], object]) -> list[float]:
+    """Return seconds of replays, by events."""
+    torch: Any = import_module("torch")
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPLAYS)]
+    for _ in range(WARM):
+        replay()
+    torch.cuda.synchronize()
+    for first, last in pairs:
+        first.record()
+        replay()
+        last.record()
+    torch.cuda.synchronize()
+    return [first.elapsed_time(last) * 1e-3 for first, last in pairs]
+
+
+def decoding(engine: Any, lanes: int, options: Any, vocabulary: int) -> dict[str, Any]:
+    """Bring lanes to the end of the context, and time the step that comes there."""
+    vllm: Any = import_module("vllm")
+    core, runner = engine.llm_engine, runner_of(engine)
+    how = vllm.SamplingParams(temperature=0.0, max_tokens=BLOCK, ignore_eos=True, detokenize=False)
+    names = []
+    for lane in range(lanes):
+        ids = prompt_of(lane, lanes, options.context, vocabulary)
+        names.append(core.add_request(f"{lanes}-{lane}", {"prompt_token_ids": ids}, how))
+    ends: dict[str, int] = {}
+
+    def step() -> None:
+        for made in core.step():
+            ends[made.request_id] = len(made.prompt_token_ids) + len(made.outputs[0].token_ids)
+
+    while len(ends) < lanes:
+        step()
+    say(f"{lanes} prompts are computed")
+    spans = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        step()
+        spans.append(time.perf_counter() - begin)
+    replay, parts = step_graph(runner, lanes)
+    found = {
+        "lanes": lanes, "context": [min(ends.values()), max(ends.values())], "parts": parts,
+        "seconds": replays(replay), "step_seconds": statistics.median(spans),
+    }  # fmt: skip
+    seen: list[int] = []
+    try:
+        with watched(runner, seen):
+            step()
+    except Exception as error:  # noqa: BLE001  what was timed stays
+        say(f"experts not counted: {error!r}")
+    found["experts"] = seen
+    core.abort_request(names, internal=True)
+    while core.has_unfinished_requests():
+        core.step()
+    return found
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + WAITS
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(LOOKS)
+
+
+def take_turn(up: Path | None, after: Path | None) -> None:
+    """Say that the engine is up, and wait until the others have stopped using the GPU."""
+    if up is not None:
+        up.touch()
+    if after is not None:
+        wait_for(after)
+
+
+def measured(options: Any) -> None:
+    """Measure every number of lanes."""
+    versions = {name: import_module(name).__version__ for name in ("vllm", "torch")}
+    read_first_layers()
+    without_foreign_warmup()
+    say(f"vllm {versions['vllm']}, torch {versions['torch']}")
+    wait_for(options.checkpoint)
+    folder = options.out.with_suffix(".layers")
+    checkpoint = first_layers(options.checkpoint, folder, options.layers)
+    config = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    engine = engine_of(checkpoint, options)
+    say(f"{options.layers} layers: the engine is up")
+    take_turn(options.up, options.after)
+    rows: list[dict[str, Any]] = []
+    for lanes in sorted(options.lanes):
+        found = decoding(engine, lanes, options, config["vocab_size"])
+        rows.append({"layers": options.layers, **found})
+        document = json.dumps({"versions": versions, "rows": rows})
+        options.out.write_text(document, encoding="utf-8")
+        middle = statistics.median(found["seconds"]) * 1e6
+        say(
+            f"{options.layers} layers, {lanes} lanes at {found['context']}: {middle:.1f} us,"
+            f" {found['parts']} part(s), a step of the engine"
+            f" {found['step_seconds'] * 1e6:.0f} us, experts {found['experts']}"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--up", type=Path)
+    parser.add_argument("--after", type=Path)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    measured(parser.parse_args(arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

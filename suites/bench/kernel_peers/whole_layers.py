@@ -1,0 +1,378 @@
+"""A decoding step of whole layers beside vLLM 0.26 with its own kernels, by layer.
+
+    python -m degarble.suites.bench.kernel_peers.whole_layers OUT [--layers 4 8] [--lanes 1 64]
+
+A layer's time is a slope: steps of two numbers of layers, the difference by layers. So what a graph
+costs to launch drops out, and embedding, last norm and lists that all layers share. Behind its
+first two layers V4-Flash is pairs of one with ratio 4 and one with ratio 128, so the numbers should
+be even. Both sides have its true widths, all experts, FP8 linears with 128x128 blocks and NVFP4
+experts, and lanes at the end of the same context. vLLM loads a checkpoint that is written here, and
+replays its own CUDA graph (vllm_layers.py); ours is a graph over random weights of the same formats
+(decoder.py). On Hopper vLLM multiplies NVFP4 experts by BF16 activations, ours by NVFP4 ones.
+
+Engines start while our kernels compile; then one side is timed at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from degarble.harness.backends.graph.matrices import FEW_ROWS, MOST_ROWS, TILES
+from degarble.harness.cli.values import settings_here
+from degarble.harness.model.config.config import V4_FLASH
+from degarble.harness.vllm.engine.server import QUIET
+from degarble.suites.bench import decoder as bench
+from degarble.suites.bench.kernel_peers import tokens
+from degarble.suites.bench.kernel_peers.contest import OURS, Gpu, TimedRow, reason_of
+from degarble.suites.bench.kernel_peers.vllm_layers import say
+from degarble.suites.bench.runner import Arm, quartiles
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from degarble.suites.bench.kernel_peers.contest import Clock
+
+ENGINE = "degarble.suites.bench.kernel_peers.vllm_layers"
+OUT = Path("out") / "kernel-layers"
+VLLM = "vLLM 0.26"
+LAYERS, LANES, CONTEXT = (4, 8), (1, 64), 8192
+LAYOUT, SEED = "nvfp4-experts", 3
+WANTED = 1.0  # of vLLM's time over ours
+START_SECONDS, TIMED_SECONDS = 900.0, 600.0  # of an engine: until it is up, and from then on
+ROUNDS, OUR_SECONDS = 20, 5.0
+NO_VLLM = "vLLM cannot be imported here: make vllm-pack, docs/vllm.md"
+_LOOK, _TAIL = 0.5, 40  # seconds between two looks; lines of a log that are shown
+_MICRO = 1e6
+
+Seconds = dict[int, "Sequence[float]"]  # of a step, by number of layers
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+class SlopeReading(NamedTuple):
+    """Seconds of a layer: the median, and what quartiles of both steps allow."""
+
+    median: float
+    low: float
+    high: float
+
+
+def slope(seconds: Mapping[int, Sequence[float]]) -> SlopeReading:
+    """Return by how much a step grows with each layer."""
+    (few, fewer), (many, more) = sorted(seconds.items())
+    between = many - few
+    low, high = quartiles(fewer), quartiles(more)
+    return SlopeReading(
+        (statistics.median(more) - statistics.median(fewer)) / between,
+        (high[0] - low[1]) / between, (high[1] - low[0]) / between,
+    )  # fmt: skip
+
+
+def arm_record(seconds: Mapping[int, Sequence[float]], **more: Any) -> dict[str, Any]:
+    """Return an arm of a row; `steps` has the whole steps by number of layers."""
+    made = slope(seconds)
+    steps = {str(n): statistics.median(each) * _MICRO for n, each in sorted(seconds.items())}
+    return {
+        "microseconds": made.median * _MICRO, "low": made.low * _MICRO,
+        "high": made.high * _MICRO, "steps": steps, **more,
+    }  # fmt: skip
+
+
+def row_record(arms: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return what a row says: arms, ratio, goal."""
+    made: dict[str, Any] = {"arms": dict(arms), "goals": []}
+    if all("microseconds" in arms.get(name, {}) for name in (OURS, VLLM)):
+        ratio = arms[VLLM]["microseconds"] / arms[OURS]["microseconds"]
+        made |= {"best": VLLM, "ratio": ratio}
+        made["goals"].append({
+            "text": "of the best peer", "value": ratio, "wanted": WANTED, "at_least": True,
+            "met": ratio >= WANTED,
+        })  # fmt: skip
+    return made
+
+
+# ---- both sides ----------------------------------------------------------------------------------
+
+
+def config_of(layers: int) -> Any:
+    """Return V4-Flash with its first layers; every layer chooses experts by score."""
+    return replace(
+        V4_FLASH, num_hidden_layers=layers, compress_ratios=V4_FLASH.compress_ratios[:layers],
+        num_hash_layers=0, num_nextn_predict_layers=0,
+    )  # fmt: skip
+
+
+def write(folder: Path, layers: int, workers: int) -> None:
+    """Write a checkpoint, which engines wait for; one that is there is taken."""
+    if folder.exists():
+        return
+    begin = time.monotonic()
+    model, draft = Synthetic(config_of(layers), LAYOUT, seed=SEED), folder.with_suffix(".draft")
+    write_checkpoint(draft, model, shards=3 * workers, workers=workers)
+    size = sum(file.stat().st_size for file in draft.iterdir())
+    draft.rename(folder)
+    say(f"written: {layers} layers, {size / 1e9:.1f} GB in {time.monotonic() - begin:.0f} s")
+
+
+def our_arms(given: bench.Given, blocks: Sequence[Any], layers: Sequence[int], lanes: int) -> Any:
+    """Yield an arm for each number of layers, over the same layers."""
+    kinds = [tokens.kind_of(given, block) for block in blocks]
+    one_of = dict(zip(kinds, blocks, strict=True))
+    steps = {kind: tokens.steps_of(given, block, lanes) for kind, block in one_of.items()}
+    for count in layers:
+        own = {kind: steps[kind] for kind in dict.fromkeys(kinds[:count])}
+        run = tokens.layers_call(kinds[:count], own)
+        yield Arm(f"{count} layers", partial(_whole, run), sets=1, repeats=1)
+
+
+def _whole(run: Callable[[], object], _number: int) -> Callable[[], object]:
+    return run
+
+
+def given_here(context: int) -> bench.Given:
+    """Return what our layers share; the shared expert is FP8 and no part of the routed ones."""
+    config = config_of(max(LAYERS))
+    sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    kernels = bench.Remembering(settings_here())
+    return bench.Given(kernels, config, bench.experts(*sizes), bench.FP8, bench.ENTRY, context)
+
+
+@dataclass
+class LayersRun:
+    """Numbers of layers and lanes, where everything is written, and until when."""
+
+    out: Path = OUT
+    layers: Sequence[int] = LAYERS
+    lanes: Sequence[int] = LANES
+    context: int = CONTEXT
+    rounds: int = ROUNDS
+    workers: int = field(default_factory=lambda: min(16, os.cpu_count() or 1))
+    within: float = float("inf")
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        """Seconds until ours has to be timed."""
+        return self.within - OUR_SECONDS - (time.monotonic() - self.begun)
+
+
+# ---- ours ----------------------------------------------------------------------------------------
+
+
+class OurGraphs:
+    """Our steps as graphs, by lanes; a failure is kept as a reason."""
+
+    def __init__(self, run: LayersRun, clock: Clock) -> None:
+        self.run, self.clock = run, clock
+        self.graphs: dict[int, list[Any]] = {}
+        self.reasons: dict[int, str] = {}
+
+    def capture(self, given: Callable[[int], bench.Given] = given_here) -> None:
+        """Compile, allocate, capture."""
+        blocks = config_of(max(self.run.layers)).layers
+        try:
+            shared = given(self.run.context)
+        except Exception as error:  # noqa: BLE001  it is the reason of every row
+            self.reasons = dict.fromkeys(self.run.lanes, reason_of(error))
+            return
+        for lanes in self.run.lanes:
+            products = FEW_ROWS if lanes <= MOST_ROWS else TILES
+            own = replace(shared, products=products)
+            try:
+                arms = our_arms(own, blocks, sorted(self.run.layers), lanes)
+                self.graphs[lanes] = [self.clock.captured(arm) for arm in arms]
+                say(f"ours, {lanes} lanes: captured")
+            except Exception as error:  # noqa: BLE001  as above
+                self.reasons[lanes] = reason_of(error)
+                say(f"ours, {lanes} lanes: {self.reasons[lanes]}")
+
+    def timed(self, lanes: int) -> dict[str, Any]:
+        if lanes in self.reasons:
+            return {"reason": self.reasons[lanes]}
+        found = self.clock.replayed(self.graphs[lanes], self.run.rounds)
+        return arm_record(dict(zip(sorted(self.run.layers), found, strict=True)))
+
+
+# ---- vLLM ----------------------------------------------------------------------------------------
+
+
+def has_vllm() -> bool:
+    """Return whether vLLM is here: a folder with its kernels alone is a package of no file."""
+    spec = find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
+class EngineProcess:
+    """One engine, in a process of its own; a context that ends it."""
+
+    def __init__(self, run: LayersRun, count: int) -> None:
+        self.count, self.begun = count, time.monotonic()
+        self.out, self.log, self.up, self.turn = (
+            run.out / f"vllm-{count}.{end}" for end in ("json", "log", "up", "turn")
+        )
+        for each in (self.out, self.up, self.turn):
+            each.unlink(missing_ok=True)
+        line = [
+            sys.executable, "-m", ENGINE, run.out / "checkpoint", self.out, "--layers", count,
+            "--context", run.context, "--up", self.up, "--after", self.turn,
+            "--lanes", *run.lanes,
+        ]  # fmt: skip
+        own = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                list(map(str, line)), env=dict(os.environ) | QUIET | own, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def is_up(self, seconds: float) -> bool:
+        """Wait until the engine can be asked; False if it ended, or once the time is up."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            if self.up.exists():
+                return True
+            time.sleep(_LOOK)
+        return self.up.exists() and self.process.poll() is None
+
+    def measure(self, seconds: float) -> str:
+        """Give it the GPU until it ends; return why it did not end well, or nothing."""
+        self.turn.touch()
+        try:
+            status = self.process.wait(max(1.0, min(seconds, TIMED_SECONDS)))
+        except subprocess.TimeoutExpired:
+            return f"did not end in time: {self.last_words()}"
+        return f"status {status}: {self.last_words()}" if status else ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what it has written so far."""
+        if not self.out.exists():
+            return []
+        document = json.loads(self.out.read_text(encoding="utf-8"))
+        return [{**row, "versions": document["versions"]} for row in document["rows"]]
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line]
+        return (errors or lines or [""])[-1].strip()[:300]
+
+    def tail(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(f"  {self.log.name}: {line[:300]}" for line in lines[-_TAIL:])
+
+
+def vllm_arm(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], why: str) -> dict[str, Any]:
+    """Return vLLM's arm of one number of lanes; without a step of each number of layers, `why`."""
+    seconds = {row["layers"]: row["seconds"] for row in rows}
+    if sorted(seconds) != sorted(layers):
+        return {"reason": why or "not every number of layers was timed"}
+    experts = [count for row in rows for count in row["experts"]]
+    most = max(rows, key=lambda row: row["layers"])
+    return arm_record(
+        seconds, context=most["context"], parts=most["parts"],
+        engine_steps={str(row["layers"]): row["step_seconds"] * _MICRO for row in rows},
+        experts=statistics.mean(experts) if experts else None, versions=most["versions"],
+    )  # fmt: skip
+
+
+# ---- the contest ---------------------------------------------------------------------------------
+
+
+def contested(run: LayersRun, clock: Clock) -> dict[int, dict[str, Any]]:
+    """Return the records of all rows, by lanes."""
+    run.out.mkdir(parents=True, exist_ok=True)
+    ours, rows, whys = OurGraphs(run, clock), list[dict[str, Any]](), list[str]()
+    with ExitStack() as stack:
+        engines = []
+        if has_vllm():
+            engines = [stack.enter_context(EngineProcess(run, count)) for count in run.layers]
+            say(f"{len(engines)} engines start")
+            write(run.out / "checkpoint", max(run.layers), run.workers)
+        else:
+            whys.append(NO_VLLM)
+        ours.capture()
+        up = [engine.is_up(min(run.left, START_SECONDS)) for engine in engines]
+        say(f"up: {up}")
+        for engine, ready in zip(engines, up, strict=True):
+            why = engine.measure(run.left) if ready else f"did not start: {engine.last_words()}"
+            if why:
+                say(f"vLLM, {engine.count} layers: {why}\n{engine.tail()}")
+                whys.append(why)
+            rows += engine.rows()
+    records = {}
+    for lanes in run.lanes:
+        own = [row for row in rows if row["lanes"] == lanes]
+        theirs = vllm_arm(own, run.layers, "; ".join(whys))
+        records[lanes] = row_record({OURS: ours.timed(lanes), VLLM: theirs})
+    return records
+
+
+def name_of(lanes: int) -> str:
+    return f"V4-Flash, a layer, mean of ratio 4 and 128, {lanes} token{'s' * (lanes > 1)}"
+
+
+def layers() -> Iterator[TimedRow]:
+    """Rows that are measured together, when the first one is."""
+
+    @cache
+    def every(rounds: int, clock: Clock) -> dict[int, dict[str, Any]]:
+        run = LayersRun(rounds=rounds)
+        try:
+            return contested(run, clock)
+        finally:
+            shutil.rmtree(run.out / "checkpoint", ignore_errors=True)
+
+    for lanes in LANES:
+        yield TimedRow(name_of(lanes), partial(_one, every, lanes))
+
+
+def _one(every: Callable[..., Any], lanes: int, rounds: int, clock: Clock) -> dict[str, Any]:
+    record: dict[str, Any] = every(rounds, clock)[lanes]
+    return record
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print what was found; status 1 where a side was not timed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, nargs=2, default=LAYERS)
+    parser.add_argument("--lanes", type=int, nargs="+", default=LANES)
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS")
+    given = parser.parse_args(arguments)
+    import torch  # noqa: PLC0415  --help needs none
+
+    with torch.inference_mode():
+        found = contested(LayersRun(**vars(given)), Gpu())
+    named = [{"group": "layers", "row": name_of(lanes), **each} for lanes, each in found.items()]
+    (given.out / "layers.json").write_text(json.dumps({"rows": named}, indent=1), encoding="utf-8")
+    for row in named:
+        say(json.dumps(row))
+    return int(any("ratio" not in row for row in named))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
