@@ -183,6 +183,7 @@ def vllm_here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     }
     monkeypatch.setattr(vllm_layers, "import_module", known.__getitem__)
     monkeypatch.setattr(vllm_layers, "replays", lambda replay: [replay() or 2e-3])
+    monkeypatch.setattr(vllm_layers, "kernels_of", lambda _replay: [("marlin", 2, 9.0)])
     return SimpleNamespace(router=FusedMoERouter)
 
 
@@ -198,6 +199,7 @@ def test_lanes_come_to_the_end_of_the_context_and_go(lanes: int, vllm_here: Any)
     low, high = found["context"]
     assert 100 - vllm_layers.WARM - 2 * lanes <= low <= high <= 100
     assert found["experts"] == [3]
+    assert found["kernels"] == [("marlin", 2, 9.0)]
     assert engine.runner.cudagraph_dispatcher.dispatch is dispatch
     assert vllm_here.router.select_experts is select
     assert {token for prompt in engine.prompts.values() for token in prompt} <= set(range(50))

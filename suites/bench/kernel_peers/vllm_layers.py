@@ -173,6 +173,20 @@ def replays(replay: Callable[[], object]) -> list[float]:
     return [first.elapsed_time(last) * 1e-3 for first, last in pairs]
 
 
+def kernels_of(replay: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """Return the kernels of a replay by name: launches, and microseconds in all, largest first."""
+    profiler: Any = import_module("torch.profiler")
+    torch: Any = import_module("torch")
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as found:
+        replay()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in found.events():
+        spent.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    rows = [(name, len(times), sum(times)) for name, times in spent.items() if sum(times) > 0]
+    return sorted(rows, key=lambda row: -row[2])
+
+
 def decoding(engine: Any, lanes: int, options: Any, vocabulary: int) -> dict[str, Any]:
     """Bring lanes to the end of the context, and time the step that comes there."""
     vllm: Any = import_module("vllm")
@@ -202,12 +216,13 @@ def decoding(engine: Any, lanes: int, options: Any, vocabulary: int) -> dict[str
         "seconds": replays(replay), "step_seconds": statistics.median(spans),
     }  # fmt: skip
     seen: list[int] = []
+    found |= {"experts": seen, "kernels": []}
     try:
+        found["kernels"] = kernels_of(replay)
         with watched(runner, seen):
             step()
     except Exception as error:  # noqa: BLE001  what was timed stays
-        say(f"experts not counted: {error!r}")
-    found["experts"] = seen
+        say(f"kernels or experts not counted: {error!r}")
     core.abort_request(names, internal=True)
     while core.has_unfinished_requests():
         core.step()
@@ -253,6 +268,8 @@ def measured(options: Any) -> None:
             f" {found['parts']} part(s), a step of the engine"
             f" {found['step_seconds'] * 1e6:.0f} us, experts {found['experts']}"
         )
+        for name, launches, spent in found["kernels"]:
+            say(f"  {spent:8.1f} us {launches:4} {name[:100]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -266,6 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--up", type=Path)
     parser.add_argument("--after", type=Path)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # As vLLM sets it for V4, but before this program imports V4's modules, which look at it then.
+    os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     measured(parser.parse_args(arguments))
     return 0
 
