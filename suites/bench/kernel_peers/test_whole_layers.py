@@ -5,6 +5,7 @@ vLLM is replaced by stand-ins; ours is launched on a pretended GPU.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from collections import defaultdict
@@ -58,8 +59,9 @@ def test_a_row_has_both_slopes_their_ratio_and_whole_steps() -> None:
     assert made["arms"][VLLM]["steps"] == {"4": pytest.approx(100), "8": pytest.approx(160)}
     slower = whole_layers.row_record({OURS: theirs, VLLM: ours})
     assert not slower["goals"][0]["met"]
-    record = {"group": "layers", "row": whole_layers.name_of(64), "origin": "here", **made}
+    record = {"group": "layers", "row": whole_layers.name_of(64, 2048), "origin": "here", **made}
     text = report.markdown([record], {"layers": "layers"})
+    assert "64 tokens, context 2,048 |" in text
     assert "| 10.0 | 15.0 | 1.50 (vLLM 0.26) | 1.50 of the best peer (>= 1: met) |" in text
 
 
@@ -116,6 +118,14 @@ def test_the_loader_passes_over_layers_that_the_config_lacks(
     assert seen == [name for name in names if "layers.2" not in name]
 
 
+def test_layers_of_a_kind_share_a_group_and_so_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(_approximate_gcd=min)
+    monkeypatch.setattr(vllm_layers, "import_module", {"vllm.v1.core.kv_cache_utils": module}.get)
+    vllm_layers.share_plans()
+    layers = [2, 6, 2, 2]  # of caches with pages of each kind; 6 sliding windows
+    assert module._approximate_gcd(layers, lower_bound=layers[0]) == 6
+
+
 # ---- an engine -----------------------------------------------------------------------------------
 
 
@@ -125,7 +135,6 @@ class StandInEngine:
     def __init__(self, lanes: int) -> None:
         self.prompts: dict[str, list[int]] = {}
         self.spoken: dict[str, list[int]] = defaultdict(list)
-        self.aborted: list[str] = []
         capture = SimpleNamespace(replay=lambda: None, segments=[1])
         keys = SimpleNamespace(num_tokens=lanes), SimpleNamespace(num_tokens=lanes + 1)
         model = SimpleNamespace(entries=[])
@@ -159,12 +168,6 @@ class StandInEngine:
             for name in started
         ]  # fmt: skip
 
-    def abort_request(self, names: list[str], internal: bool) -> None:
-        self.aborted += names if internal else []
-
-    def has_unfinished_requests(self) -> bool:
-        return set(self.aborted) != set(self.prompts)
-
 
 @pytest.fixture
 def vllm_here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
@@ -187,47 +190,108 @@ def vllm_here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(router=FusedMoERouter)
 
 
-@pytest.mark.parametrize("lanes", [1, 5])
-def test_lanes_come_to_the_end_of_the_context_and_go(lanes: int, vllm_here: Any) -> None:
-    engine = StandInEngine(lanes)
+def test_lanes_come_to_the_end_of_the_context_and_go(
+    vllm_here: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = StandInEngine(5)
     engine.routers = vllm_here.router
     dispatch, select = engine.runner.cudagraph_dispatcher.dispatch, vllm_here.router.select_experts
-    found = vllm_layers.decoding(engine, lanes, SimpleNamespace(context=100), 50)
-    assert found["lanes"] == lanes
-    assert found["parts"] == 1
+    context = vllm_layers.CHUNK  # so each prompt is a step
+    lanes = vllm_layers.Lanes(engine, context, 5, 50)
+    lanes.add(1)
+    lanes.step()
+    lanes.add(5)
+    found = lanes.timed()
+    assert (found["lanes"], found["parts"]) == (5, 1)
     assert found["seconds"] == [2e-3]
     low, high = found["context"]
-    assert 100 - vllm_layers.WARM - 2 * lanes <= low <= high <= 100
+    assert context <= low <= high <= context + vllm_layers.STEPS + 2
     assert found["experts"] == [3]
-    assert found["kernels"] == [("marlin", 2, 9.0)]
     assert engine.runner.cudagraph_dispatcher.dispatch is dispatch
     assert vllm_here.router.select_experts is select
     assert {token for prompt in engine.prompts.values() for token in prompt} <= set(range(50))
+    assert "now computing 5 prompts of 8,192 tokens, 4 are done" in capsys.readouterr().out
 
 
 def test_what_cannot_be_counted_leaves_what_was_timed(vllm_here: Any) -> None:
     engine = StandInEngine(1)
     engine.routers = vllm_here.router
     engine.runner.cudagraph_dispatcher = None
-    found = vllm_layers.decoding(engine, 1, SimpleNamespace(context=100), 50)
+    lanes = vllm_layers.Lanes(engine, 100, 1, 50)
+    lanes.add(1)
+    found = lanes.timed()
     assert found["seconds"] == [2e-3]
     assert found["experts"] == []
+
+
+def test_who_times_has_the_gpu_alone(tmp_path: Path) -> None:
+    path = tmp_path / "turn"
+
+    def waits(*, alone: bool) -> bool:
+        how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    with vllm_layers.turn(path, alone=False):
+        assert waits(alone=True)
+        assert not waits(alone=False)
+    with vllm_layers.turn(path, alone=True):
+        assert waits(alone=False)
+    assert not waits(alone=True)
+
+
+def test_each_number_of_lanes_is_written_once_it_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, written = tmp_path / "out.json", []
+
+    class Lanes:
+        def __init__(self, *given: Any) -> None:
+            assert given == (None, 90, 4, SMALL.vocab_size)
+            self.runner = None
+
+        def add(self, lanes: int) -> None:
+            self.lanes = lanes
+
+        def timed(self) -> dict[str, Any]:
+            if out.exists():
+                written.append(len(json.loads(out.read_text())["rows"]))
+            return {"lanes": self.lanes, "seconds": [1e-3]}
+
+    write_checkpoint(tmp_path / "whole", Synthetic(SMALL, whole_layers.LAYOUT, seed=1), shards=1)
+    for name in ("read_first_layers", "share_plans", "without_foreign_warmup"):
+        monkeypatch.setattr(vllm_layers, name, lambda: None)
+    monkeypatch.setattr(vllm_layers, "import_module", lambda _name: SimpleNamespace(__version__=1))
+    monkeypatch.setattr(vllm_layers, "engine_of", lambda *_: None)
+    monkeypatch.setattr(vllm_layers, "Lanes", Lanes)
+    monkeypatch.setattr(vllm_layers, "step_graph", lambda _runner, lanes: (lanes, 1))
+    monkeypatch.setattr(vllm_layers, "kernels_of", lambda lanes: [("marlin", lanes, 9.0)])
+    line = [str(tmp_path / "whole"), str(out), "--layers", str(SMALL.num_hidden_layers)]
+    vllm_layers.main([*line, "--lanes", "4", "1", "--context", "90"])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["lanes"] for row in rows] == [1, 4]
+    assert [row["kernels"] for row in rows] == [[["marlin", 1, 9.0]], [["marlin", 4, 9.0]]]
+    assert written == [1]
 
 
 # ---- the contest ---------------------------------------------------------------------------------
 
 ENGINE = """
 import json, sys, time, pathlib
-given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 checkpoint, out, count = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[4])
-up, after = (pathlib.Path(sys.argv[sys.argv.index(n) + 1]) for n in ("--up", "--after"))
+print("[  0.0 s] now waiting for the checkpoint")
 while not checkpoint.exists():
     time.sleep(0.05)
 if count == BROKEN:
     sys.exit("RuntimeError: no such kernel")
-up.touch()
-while not after.exists():
-    time.sleep(0.05)
+print("[  0.1 s] now timing 1 lanes")
+print("[  0.2 s] 9 us, a kernel's name", flush=True)
+if count == SLOW:
+    time.sleep(60)
 rows = [{"layers": count, "lanes": lanes, "seconds": [1e-4 * count + 1e-3] * 3, "parts": 1,
          "context": [90, 99], "step_seconds": 5e-3, "experts": [5, 7]} for lanes in (1, 2)]
 out.write_text(json.dumps({"versions": {"vllm": "0"}, "rows": rows}))
@@ -238,15 +302,15 @@ out.write_text(json.dumps({"versions": {"vllm": "0"}, "rows": rows}))
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LayersRun]:
     """A vLLM that is a script; our graphs need no time but what their names say."""
 
-    def make(broken: int = 0) -> LayersRun:
+    def make(broken: int = 0, slow: int = 0, within: float = 60) -> LayersRun:
         place = tmp_path / "stand_in_engine.py"
-        place.write_text(ENGINE.replace("BROKEN", str(broken)))
+        place.write_text(ENGINE.replace("BROKEN", str(broken)).replace("SLOW", str(slow)))
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
         monkeypatch.setattr(whole_layers, "ENGINE", "stand_in_engine")
         monkeypatch.setattr(whole_layers, "has_vllm", lambda: True)
         monkeypatch.setattr(whole_layers, "write", lambda folder, *_: folder.mkdir())
         monkeypatch.setattr(whole_layers.OurGraphs, "capture", captured)
-        return LayersRun(tmp_path / "run", (2, 4), (1, 2), 99, 3, 1, within=60)
+        return LayersRun(tmp_path / "run", (2, 4), (1, 2), 99, 3, 1, within=within)
 
     def captured(self: Any) -> None:
         for lanes in self.run.lanes:
@@ -277,14 +341,22 @@ def test_both_sides_are_timed_one_after_the_other(pretended: Any) -> None:
         assert theirs["engine_steps"] == {"2": 5000, "4": 5000}
 
 
-def test_an_engine_that_does_not_start_is_a_reason(
+def test_an_engine_that_ends_early_is_a_reason(
     pretended: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = whole_layers.contested(pretended(broken=4), CLOCK)
     reason = found[1]["arms"][VLLM]["reason"]
-    assert reason == "did not start: RuntimeError: no such kernel"
+    assert reason == "4 layers: status 1: RuntimeError: no such kernel"
     assert found[1]["arms"][OURS]["microseconds"] == pytest.approx(50)
-    assert "vllm-4.log" in capsys.readouterr().out
+    assert "vLLM, 4 layers" in capsys.readouterr().out
+
+
+def test_where_time_ran_out_is_what_the_engine_did(pretended: Any) -> None:
+    run = pretended(slow=4, within=whole_layers.OUR_SECONDS + 5)
+    found = whole_layers.contested(run, CLOCK)
+    reason = found[1]["arms"][VLLM]["reason"]
+    assert reason == "4 layers: time ran out while timing 1 lanes"
+    assert "ratio" not in found[1]
 
 
 def test_without_vllm_a_row_says_so(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ An engine loads the first layers of a checkpoint. Lanes compute prompts as long 
 decode a few tokens. Then the engine's own CUDA graph of the last step is replayed between events:
 scheduler, sampler and head are no part of that. No plugin is loaded.
 
-OUT.json has what was measured so far after every number of lanes. --up FILE is written once the
-engine can be asked. Then --after FILE waits for a file: until it is there, others can use the GPU.
+OUT.json has what was measured so far after every number of lanes. Processes with the same --turn
+FILE share the GPU while they load and compute prompts, and time one after another.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 BLOCK = 256  # tokens of a page; V4's own
-CHUNK = 8192  # tokens of a prompt that are computed together
+CHUNK, SPARE = 8192, 2  # tokens that are computed together; what a prompt is shorter
 CACHE_BYTES = 12 << 30
 SHARE = 0.25  # of the GPU that has to be free
 WARM, STEPS, REPLAYS = 3, 8, 40
-WAITS = 1200.0  # seconds for --after, and for a checkpoint that is being written
+WAITS = 1200.0  # seconds for a checkpoint that is being written
 LOOKS = 0.2  # seconds between two looks for it
+NOW = "now "  # before what a process says that it does, for who ends it
 _BEGUN = time.monotonic()
 
 
@@ -86,6 +88,16 @@ def read_first_layers() -> None:
     model.load_weights = load_weights
 
 
+def share_plans() -> None:
+    """Let all layers of a kind share FlashMLA's plan of a step, as in the whole model.
+
+    vLLM plans once for each kind of layer and group of sliding windows. 43 layers make two groups
+    and four plans; of so few layers the groups are so small that every layer would have its own.
+    """
+    groups: Any = import_module("vllm.v1.core.kv_cache_utils")
+    groups._approximate_gcd = lambda values, **_: max(values)  # layers of a group
+
+
 def without_foreign_warmup() -> None:
     """Leave out what vLLM compiles ahead for the routers of other models."""
     warmup: Any = import_module("vllm.model_executor.warmup.kernel_warmup")
@@ -126,13 +138,6 @@ def step_graph(runner: Any, lanes: int) -> tuple[Callable[[], object], int]:
     entries = runner.model.concrete_cudagraph_entries
     graphs = [e.cudagraph for d, e in entries.items() if d.num_tokens == lanes and e.cudagraph]
     return graphs[0].replay, 1
-
-
-def prompt_of(lane: int, lanes: int, context: int, vocabulary: int) -> list[int]:
-    """Draw a prompt; the first lanes decode while the others' prompts are computed."""
-    chance = random.Random(lane)
-    length = context - STEPS - WARM - 2 * (lanes - lane)
-    return [chance.randrange(vocabulary) for _ in range(length)]
 
 
 @contextmanager
@@ -181,52 +186,74 @@ def kernels_of(replay: Callable[[], object]) -> list[tuple[str, int, float]]:
         replay()
         torch.cuda.synchronize()
     spent: dict[str, list[float]] = {}
-    for event in found.events():
+    on_gpu = [event for event in found.events() if event.device_type.name == "CUDA"]
+    for event in on_gpu:
         spent.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    rows = [(name, len(times), sum(times)) for name, times in spent.items() if sum(times) > 0]
+    rows = [(name, len(times), sum(times)) for name, times in spent.items()]
     return sorted(rows, key=lambda row: -row[2])
 
 
-def decoding(engine: Any, lanes: int, options: Any, vocabulary: int) -> dict[str, Any]:
-    """Bring lanes to the end of the context, and time the step that comes there."""
-    vllm: Any = import_module("vllm")
-    core, runner = engine.llm_engine, runner_of(engine)
-    how = vllm.SamplingParams(temperature=0.0, max_tokens=BLOCK, ignore_eos=True, detokenize=False)
-    names = []
-    for lane in range(lanes):
-        ids = prompt_of(lane, lanes, options.context, vocabulary)
-        names.append(core.add_request(f"{lanes}-{lane}", {"prompt_token_ids": ids}, how))
-    ends: dict[str, int] = {}
+class Lanes:
+    """Requests that decode together, and come to the end of a context."""
 
-    def step() -> None:
-        for made in core.step():
-            ends[made.request_id] = len(made.prompt_token_ids) + len(made.outputs[0].token_ids)
+    def __init__(self, engine: Any, context: int, most: int, words: int) -> None:
+        self.core, self.runner = engine.llm_engine, runner_of(engine)
+        self.context, self.most, self.words = context, most, words
+        self.lanes = 0
+        self.ends: dict[str, int] = {}  # tokens of each request that has computed its prompt
 
-    while len(ends) < lanes:
-        step()
-    say(f"{lanes} prompts are computed")
-    spans = []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        step()
-        spans.append(time.perf_counter() - begin)
-    replay, parts = step_graph(runner, lanes)
-    found = {
-        "lanes": lanes, "context": [min(ends.values()), max(ends.values())], "parts": parts,
-        "seconds": replays(replay), "step_seconds": statistics.median(spans),
-    }  # fmt: skip
-    seen: list[int] = []
-    found |= {"experts": seen, "kernels": []}
-    try:
-        found["kernels"] = kernels_of(replay)
-        with watched(runner, seen):
-            step()
-    except Exception as error:  # noqa: BLE001  what was timed stays
-        say(f"kernels or experts not counted: {error!r}")
-    core.abort_request(names, internal=True)
-    while core.has_unfinished_requests():
-        core.step()
-    return found
+    def prompt(self, lane: int) -> list[int]:
+        """Draw a prompt; early lanes decode while the prompts of the others are computed.
+
+        So nearly every chunk is full, the last one too: DeepGEMM compiles for other sizes anew.
+        """
+        chance = random.Random(lane)
+        length = self.context - SPARE - (self.most - lane) * self.context // CHUNK
+        return [chance.randrange(self.words) for _ in range(length)]
+
+    def add(self, lanes: int) -> None:
+        """Compute prompts until so many lanes decode."""
+        vllm: Any = import_module("vllm")
+        how = vllm.SamplingParams(
+            temperature=0.0, max_tokens=BLOCK, ignore_eos=True, detokenize=False
+        )
+        for lane in range(self.lanes, lanes):
+            prompt = {"prompt_token_ids": self.prompt(lane)}
+            self.core.add_request(str(lane), prompt, how)
+        self.lanes = lanes
+        done = -1
+        while len(self.ends) < lanes:
+            if len(self.ends) > done:
+                done = len(self.ends)
+                say(f"{NOW}computing {lanes} prompts of {self.context:,} tokens, {done} are done")
+            self.step()
+
+    def step(self) -> None:
+        for made in self.core.step():
+            tokens = len(made.prompt_token_ids) + len(made.outputs[0].token_ids)
+            self.ends[made.request_id] = tokens
+
+    def timed(self) -> dict[str, Any]:
+        """Time steps of all lanes, and replays of the last one's graph."""
+        lanes, spans = self.lanes, []
+        say(f"{NOW}timing {lanes} lanes")
+        for _ in range(STEPS):
+            begin = time.perf_counter()
+            self.step()
+            spans.append(time.perf_counter() - begin)
+        replay, parts = step_graph(self.runner, lanes)
+        seen: list[int] = []
+        found = {
+            "lanes": lanes, "context": [min(self.ends.values()), max(self.ends.values())],
+            "parts": parts, "seconds": replays(replay), "experts": seen,
+            "step_seconds": statistics.median(spans),
+        }  # fmt: skip
+        try:
+            with watched(self.runner, seen):
+                self.step()
+        except Exception as error:  # noqa: BLE001  what was timed stays
+            say(f"experts not counted: {error!r}")
+        return found
 
 
 def wait_for(path: Path) -> None:
@@ -235,41 +262,50 @@ def wait_for(path: Path) -> None:
         time.sleep(LOOKS)
 
 
-def take_turn(up: Path | None, after: Path | None) -> None:
-    """Say that the engine is up, and wait until the others have stopped using the GPU."""
-    if up is not None:
-        up.touch()
-    if after is not None:
-        wait_for(after)
+@contextmanager
+def turn(path: Path, *, alone: bool) -> Iterator[None]:
+    """Use the GPU alone, or beside others that time nothing."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def measured(options: Any) -> None:
-    """Measure every number of lanes."""
+    """Measure every number of lanes; then list the kernels of each."""
+    say(f"{NOW}importing vLLM")
     versions = {name: import_module(name).__version__ for name in ("vllm", "torch")}
     read_first_layers()
+    share_plans()
     without_foreign_warmup()
-    say(f"vllm {versions['vllm']}, torch {versions['torch']}")
+    say(f"{NOW}waiting for the checkpoint")
     wait_for(options.checkpoint)
     folder = options.out.with_suffix(".layers")
     checkpoint = first_layers(options.checkpoint, folder, options.layers)
-    config = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
-    engine = engine_of(checkpoint, options)
-    say(f"{options.layers} layers: the engine is up")
-    take_turn(options.up, options.after)
+    words = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))["vocab_size"]
     rows: list[dict[str, Any]] = []
-    for lanes in sorted(options.lanes):
-        found = decoding(engine, lanes, options, config["vocab_size"])
-        rows.append({"layers": options.layers, **found})
-        document = json.dumps({"versions": versions, "rows": rows})
-        options.out.write_text(document, encoding="utf-8")
-        middle = statistics.median(found["seconds"]) * 1e6
-        say(
-            f"{options.layers} layers, {lanes} lanes at {found['context']}: {middle:.1f} us,"
-            f" {found['parts']} part(s), a step of the engine"
-            f" {found['step_seconds'] * 1e6:.0f} us, experts {found['experts']}"
-        )
-        for name, launches, spent in found["kernels"]:
-            say(f"  {spent:8.1f} us {launches:4} {name[:100]}")
+
+    def write() -> None:
+        draft = options.out.with_suffix(".draft")
+        draft.write_text(json.dumps({"versions": versions, "rows": rows}), encoding="utf-8")
+        draft.replace(options.out)
+
+    say(f"{NOW}starting an engine of {options.layers} layers")
+    with turn(options.turn, alone=False):
+        engine = engine_of(checkpoint, options)
+    lanes = Lanes(engine, options.context, max(options.lanes), words)
+    for number in sorted(options.lanes):
+        with turn(options.turn, alone=False):
+            lanes.add(number)
+        say(f"{NOW}waiting for the other engine")
+        with turn(options.turn, alone=True):
+            rows.append({"layers": options.layers, **lanes.timed()})
+        write()
+        say(str({name: of for name, of in rows[-1].items() if name != "seconds"}))
+    say(f"{NOW}listing kernels")
+    with turn(options.turn, alone=True):
+        for row in rows:
+            row["kernels"] = kernels_of(step_graph(lanes.runner, row["lanes"])[0])
+    write()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,12 +316,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--up", type=Path)
-    parser.add_argument("--after", type=Path)
+    parser.add_argument("--turn", type=Path, metavar="FILE")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # As vLLM sets it for V4, but before this program imports V4's modules, which look at it then.
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    measured(parser.parse_args(arguments))
+    given = parser.parse_args(arguments)
+    given.turn = given.turn or given.out.with_suffix(".turn")
+    measured(given)
     return 0
 
 

@@ -1,6 +1,6 @@
 """A decoding step of whole layers beside vLLM 0.26 with its own kernels, by layer.
 
-    python -m degarble.suites.bench.kernel_peers.whole_layers OUT [--layers 4 8] [--lanes 1 64]
+    python -m degarble.suites.bench.kernel_peers.whole_layers OUT [--layers 4 6] [--lanes 1 64]
 
 A layer's time is a slope: steps of two numbers of layers, the difference by layers. So what a graph
 costs to launch drops out, and embedding, last norm and lists that all layers share. Behind its
@@ -10,7 +10,8 @@ experts, and lanes at the end of the same context. vLLM loads a checkpoint that 
 replays its own CUDA graph (vllm_layers.py); ours is a graph over random weights of the same formats
 (decoder.py). On Hopper vLLM multiplies NVFP4 experts by BF16 activations, ours by NVFP4 ones.
 
-Engines start while our kernels compile; then one side is timed at a time.
+Engines start and compute prompts beside each other and while our kernels compile; what is timed has
+the GPU alone, ours last. OUT/layers.json is what the command of all kernels joins.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -36,9 +39,9 @@ from degarble.harness.cli.values import settings_here
 from degarble.harness.model.config.config import V4_FLASH
 from degarble.harness.vllm.engine.server import QUIET
 from degarble.suites.bench import decoder as bench
-from degarble.suites.bench.kernel_peers import tokens
+from degarble.suites.bench.kernel_peers import report, tokens
 from degarble.suites.bench.kernel_peers.contest import OURS, Gpu, TimedRow, reason_of
-from degarble.suites.bench.kernel_peers.vllm_layers import say
+from degarble.suites.bench.kernel_peers.vllm_layers import NOW, say
 from degarble.suites.bench.runner import Arm, quartiles
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
@@ -50,16 +53,15 @@ if TYPE_CHECKING:
 ENGINE = "degarble.suites.bench.kernel_peers.vllm_layers"
 OUT = Path("out") / "kernel-layers"
 VLLM = "vLLM 0.26"
-LAYERS, LANES, CONTEXT = (4, 8), (1, 64), 8192
+LAYERS, LANES, CONTEXT = (4, 6), (1, 64), 8192
 LAYOUT, SEED = "nvfp4-experts", 3
 WANTED = 1.0  # of vLLM's time over ours
-START_SECONDS, TIMED_SECONDS = 900.0, 600.0  # of an engine: until it is up, and from then on
+ENGINE_SECONDS = 1500.0  # in which engines have to end
 ROUNDS, OUR_SECONDS = 20, 5.0
 NO_VLLM = "vLLM cannot be imported here: make vllm-pack, docs/vllm.md"
-_LOOK, _TAIL = 0.5, 40  # seconds between two looks; lines of a log that are shown
+_TAIL = 40  # lines of a log that are shown
 _MICRO = 1e6
-
-Seconds = dict[int, "Sequence[float]"]  # of a step, by number of layers
+_DOING = re.compile(rf"^\[.*\] {NOW}(.*)$", re.MULTILINE)
 
 
 # ---- what is measured ----------------------------------------------------------------------------
@@ -183,22 +185,19 @@ class OurGraphs:
         self.graphs: dict[int, list[Any]] = {}
         self.reasons: dict[int, str] = {}
 
-    def capture(self, given: Callable[[int], bench.Given] = given_here) -> None:
+    def capture(self) -> None:
         """Compile, allocate, capture."""
         blocks = config_of(max(self.run.layers)).layers
-        try:
-            shared = given(self.run.context)
-        except Exception as error:  # noqa: BLE001  it is the reason of every row
-            self.reasons = dict.fromkeys(self.run.lanes, reason_of(error))
-            return
+        shared = None
         for lanes in self.run.lanes:
             products = FEW_ROWS if lanes <= MOST_ROWS else TILES
-            own = replace(shared, products=products)
             try:
+                shared = shared or given_here(self.run.context)
+                own = replace(shared, products=products)
                 arms = our_arms(own, blocks, sorted(self.run.layers), lanes)
                 self.graphs[lanes] = [self.clock.captured(arm) for arm in arms]
                 say(f"ours, {lanes} lanes: captured")
-            except Exception as error:  # noqa: BLE001  as above
+            except Exception as error:  # noqa: BLE001  it is the reason of the row
                 self.reasons[lanes] = reason_of(error)
                 say(f"ours, {lanes} lanes: {self.reasons[lanes]}")
 
@@ -222,16 +221,12 @@ class EngineProcess:
     """One engine, in a process of its own; a context that ends it."""
 
     def __init__(self, run: LayersRun, count: int) -> None:
-        self.count, self.begun = count, time.monotonic()
-        self.out, self.log, self.up, self.turn = (
-            run.out / f"vllm-{count}.{end}" for end in ("json", "log", "up", "turn")
-        )
-        for each in (self.out, self.up, self.turn):
-            each.unlink(missing_ok=True)
+        self.count = count
+        self.out, self.log = (run.out / f"vllm-{count}.{end}" for end in ("json", "log"))
+        self.out.unlink(missing_ok=True)
         line = [
             sys.executable, "-m", ENGINE, run.out / "checkpoint", self.out, "--layers", count,
-            "--context", run.context, "--up", self.up, "--after", self.turn,
-            "--lanes", *run.lanes,
+            "--turn", run.out / "turn", "--context", run.context, "--lanes", *run.lanes,
         ]  # fmt: skip
         own = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with self.log.open("wb") as log:
@@ -248,23 +243,16 @@ class EngineProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def is_up(self, seconds: float) -> bool:
-        """Wait until the engine can be asked; False if it ended, or once the time is up."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            if self.up.exists():
-                return True
-            time.sleep(_LOOK)
-        return self.up.exists() and self.process.poll() is None
-
-    def measure(self, seconds: float) -> str:
-        """Give it the GPU until it ends; return why it did not end well, or nothing."""
-        self.turn.touch()
+    def ended(self, seconds: float) -> str:
+        """Wait until it ends; return why it did not end well, or nothing."""
         try:
-            status = self.process.wait(max(1.0, min(seconds, TIMED_SECONDS)))
+            status = self.process.wait(max(1.0, min(seconds, ENGINE_SECONDS)))
         except subprocess.TimeoutExpired:
-            return f"did not end in time: {self.last_words()}"
-        return f"status {status}: {self.last_words()}" if status else ""
+            doing = _DOING.findall(self.logged())
+            return f"time ran out while {doing[-1] if doing else 'starting'}"
+        lines = self.logged().splitlines()
+        errors = [line for line in lines if "Error" in line]
+        return f"status {status}: {(errors or lines or [''])[-1].strip()[:300]}" if status else ""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what it has written so far."""
@@ -273,18 +261,12 @@ class EngineProcess:
         document = json.loads(self.out.read_text(encoding="utf-8"))
         return [{**row, "versions": document["versions"]} for row in document["rows"]]
 
-    def last_words(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line]
-        return (errors or lines or [""])[-1].strip()[:300]
-
-    def tail(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(f"  {self.log.name}: {line[:300]}" for line in lines[-_TAIL:])
+    def logged(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
 
 def vllm_arm(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], why: str) -> dict[str, Any]:
-    """Return vLLM's arm of one number of lanes; without a step of each number of layers, `why`."""
+    """Return vLLM's arm of a row; without a step of each number of layers, `why`."""
     seconds = {row["layers"]: row["seconds"] for row in rows}
     if sorted(seconds) != sorted(layers):
         return {"reason": why or "not every number of layers was timed"}
@@ -303,7 +285,8 @@ def vllm_arm(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], why: str)
 def contested(run: LayersRun, clock: Clock) -> dict[int, dict[str, Any]]:
     """Return the records of all rows, by lanes."""
     run.out.mkdir(parents=True, exist_ok=True)
-    ours, rows, whys = OurGraphs(run, clock), list[dict[str, Any]](), list[str]()
+    ours, whys = OurGraphs(run, clock), list[str]()
+    timed = defaultdict[int, list[dict[str, Any]]](list)
     with ExitStack() as stack:
         engines = []
         if has_vllm():
@@ -313,24 +296,26 @@ def contested(run: LayersRun, clock: Clock) -> dict[int, dict[str, Any]]:
         else:
             whys.append(NO_VLLM)
         ours.capture()
-        up = [engine.is_up(min(run.left, START_SECONDS)) for engine in engines]
-        say(f"up: {up}")
-        for engine, ready in zip(engines, up, strict=True):
-            why = engine.measure(run.left) if ready else f"did not start: {engine.last_words()}"
-            if why:
-                say(f"vLLM, {engine.count} layers: {why}\n{engine.tail()}")
-                whys.append(why)
-            rows += engine.rows()
-    records = {}
-    for lanes in run.lanes:
-        own = [row for row in rows if row["lanes"] == lanes]
-        theirs = vllm_arm(own, run.layers, "; ".join(whys))
-        records[lanes] = row_record({OURS: ours.timed(lanes), VLLM: theirs})
-    return records
+        for engine in engines:
+            if why := engine.ended(run.left):
+                whys.append(f"{engine.count} layers: {why}")
+                tail = "\n".join(line[:300] for line in engine.logged().splitlines()[-_TAIL:])
+                say(f"vLLM, {whys[-1]}\n{tail}")
+            for row in engine.rows():
+                timed[row["lanes"]].append(row)
+    why = "; ".join(whys)
+    return {
+        lanes: row_record({
+            OURS: ours.timed(lanes), VLLM: vllm_arm(timed[lanes], run.layers, why)
+        })
+        for lanes in run.lanes
+    }  # fmt: skip
 
 
-def name_of(lanes: int) -> str:
-    return f"V4-Flash, a layer, mean of ratio 4 and 128, {lanes} token{'s' * (lanes > 1)}"
+def name_of(lanes: int, context: int = CONTEXT) -> str:
+    """Return a row's name; the table's title has the usual context."""
+    behind = "" if context == CONTEXT else f", context {context:,}"
+    return f"V4-Flash, a layer, mean of ratio 4 and 128, {lanes} token{'s' * (lanes > 1)}{behind}"
 
 
 def layers() -> Iterator[TimedRow]:
@@ -365,13 +350,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     import torch  # noqa: PLC0415  --help needs none
 
+    from degarble.suites.bench.kernel_peers import __main__ as command  # noqa: PLC0415  as above
+
+    origin = command.origin_here()
     with torch.inference_mode():
         found = contested(LayersRun(**vars(given)), Gpu())
-    named = [{"group": "layers", "row": name_of(lanes), **each} for lanes, each in found.items()]
-    (given.out / "layers.json").write_text(json.dumps({"rows": named}, indent=1), encoding="utf-8")
-    for row in named:
+    rows = [
+        command.failed_row(f"layers: {name_of(lanes, given.context)}", "", origin) | record
+        for lanes, record in found.items()
+    ]
+    (given.out / "layers.json").write_text(report.records_text(rows), encoding="utf-8")
+    for row in rows:
         say(json.dumps(row))
-    return int(any("ratio" not in row for row in named))
+    return int(any("ratio" not in row for row in rows))
 
 
 if __name__ == "__main__":
