@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import sys
+import time
 from collections import defaultdict
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -302,7 +303,7 @@ out.write_text(json.dumps({"versions": {"vllm": "0"}, "rows": rows}))
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LayersRun]:
     """A vLLM that is a script; our graphs need no time but what their names say."""
 
-    def make(broken: int = 0, slow: int = 0, within: float = 60) -> LayersRun:
+    def make(broken: int = 0, slow: int = 0) -> LayersRun:
         place = tmp_path / "stand_in_engine.py"
         place.write_text(ENGINE.replace("BROKEN", str(broken)).replace("SLOW", str(slow)))
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
@@ -310,7 +311,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         monkeypatch.setattr(whole_layers, "has_vllm", lambda: True)
         monkeypatch.setattr(whole_layers, "write", lambda folder, *_: folder.mkdir())
         monkeypatch.setattr(whole_layers.OurGraphs, "capture", captured)
-        return LayersRun(tmp_path / "run", (2, 4), (1, 2), 99, 3, 1, within=within)
+        return LayersRun(tmp_path / "run", (2, 4), (1, 2), 99, 3, 1, within=60)
 
     def captured(self: Any) -> None:
         for lanes in self.run.lanes:
@@ -351,8 +352,18 @@ def test_an_engine_that_ends_early_is_a_reason(
     assert "vLLM, 4 layers" in capsys.readouterr().out
 
 
-def test_where_time_ran_out_is_what_the_engine_did(pretended: Any) -> None:
-    run = pretended(slow=4, within=whole_layers.OUR_SECONDS + 5)
+def test_where_time_ran_out_is_what_the_engine_did(
+    pretended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = pretended(slow=4)
+    log, left = run.out / "vllm-4.log", [60.0]  # for the engine that ends
+
+    def seconds(_run: LayersRun) -> float:
+        while not left and "a kernel's name" not in log.read_text():
+            time.sleep(0.05)
+        return left.pop() if left else 0.0
+
+    monkeypatch.setattr(LayersRun, "left", property(seconds))
     found = whole_layers.contested(run, CLOCK)
     reason = found[1]["arms"][VLLM]["reason"]
     assert reason == "4 layers: time ran out while timing 1 lanes"
