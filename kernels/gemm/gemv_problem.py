@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.base.errors import ShapeMismatch, UnknownName
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div, round_up
+from degarble.kernels.primitives.kv_problem import GEOMETRIES
 from degarble.kernels.primitives.quantise_problem import LARGEST_ROWS
 from degarble.kernels.runtime.targets import TARGETS
 
@@ -61,8 +62,21 @@ class GemvProblem:
     inner: int  # of a group
     out: str = "fp32"
     groups: int = 1
+    turned: int = 0  # values of a head, of heads whose last 64 are turned back before the product
+    positions: int = 0  # rows of the table of turns
 
     def __post_init__(self) -> None:
+        if (self.turned > 0) != (self.positions > 0):
+            raise InvalidArgument(
+                "positions of the table of turns", self.positions,
+                "some where heads are turned back, none else", "Give both, or neither.",
+            )  # fmt: skip
+        if self.turned and (self.turned not in GEOMETRIES or self.inner % self.turned):
+            raise ShapeMismatch(
+                "heads of a product", (self.turned, self.inner),
+                f"whole heads of {' or '.join(map(str, GEOMETRIES))} values in a group",
+                "Turn them back by simt_inverse_rope.",
+            )  # fmt: skip
         whole = self.columns > 0 and self.groups > 0 and self.sums < LARGEST_ROWS
         if not 0 <= self.rows <= ROWS[-1] or not whole:
             raise ShapeMismatch(
@@ -106,6 +120,7 @@ class GemvForm:
     out: str
     target: str
     walk: GemvWalk
+    turned: int = 0
 
 
 def rows_of_form(rows: int) -> int:
@@ -125,7 +140,7 @@ def choose_form(problem: GemvProblem, target: str) -> GemvForm:
     rows = rows_of_form(problem.rows)
     walks = OF_ONE_ROW if rows == 1 else OF_SEVERAL
     walk = next(walk for walk in walks if problem.sums >= walk.least_sums)
-    return GemvForm(rows, problem.out, target, walk)
+    return GemvForm(rows, problem.out, target, walk, problem.turned)
 
 
 def steps(problem: GemvProblem, walk: GemvWalk) -> int:

@@ -2,7 +2,9 @@
 
 out [M, N] = x [M, K] W^T with W [N, K]; or G such products, x [M, G K], W [G N, K], out [M, G N].
 Float32 sums by fma, rounded once (BF16) or stored as they are. gemv_problem states the order of
-every sum, so results have defined bits.
+every sum, so results have defined bits. Where x are attention's heads, the last 64 values of each
+may be turned back (inverse RoPE, rounded to BF16) on their way to shared memory; a position outside
+of the table of turns makes them NaN, as in simt_inverse_rope.
 
 One thread block of 16 warps per multiprocessor. All threads copy their group's x to shared memory
 once (zeros beyond M and K), then each warp takes bundles of T rows of W, 16 warps x blocks apart:
@@ -32,8 +34,20 @@ from degarble.kernels.gemm.gemv_problem import (
     GemvForm,
     GemvProblem,
 )
-from degarble.kernels.primitives.device_words import numbers_of, warp_folded, words_of
-from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
+from degarble.kernels.primitives.device_words import (
+    NAN,
+    fill,
+    load_turn,
+    numbers_of,
+    registers_of,
+    turned_words,
+    vectors as flat_vectors,
+    warp_folded,
+    words_of,
+)
+from degarble.kernels.primitives.kv_problem import PAIRS_OF_LANE, TABLE_WIDTH
+from degarble.kernels.rows.problem import first_turned
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
 
 WORDS = VECTOR // 2
@@ -70,8 +84,8 @@ def gemv_kernel(
     tensors: tuple[cute.Tensor, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
 ) -> None:
     """Copy the activations to shared memory, then sum up bundles of rows of the weight."""
-    activations, weight, out = tensors
-    rows, columns, vectors, steps = extents
+    activations, weight, out, *turning = tensors
+    rows, columns, vectors, steps, positions = extents
     together, most_ahead = form.walk.together, form.walk.ahead
     thread, _, _ = cute.arch.thread_idx()
     block, group, _ = cute.arch.block_idx()
@@ -97,6 +111,8 @@ def gemv_kernel(
             if (place < vectors) & (row < rows):
                 start = (Int64(row) * Int64(groups) + Int64(group)) * Int64(vectors)
                 cute.autovec_copy(activations[None, start + place], rVector)
+                if cutlass.const_expr(form.turned > 0):
+                    turn_back(rVector, turning, (row, place), positions, form.turned)
             cute.autovec_copy(rVector, sVectors[None, place, row])
     cute.arch.sync_threads()
 
@@ -119,6 +135,28 @@ def gemv_kernel(
         if (row < rows) & (column < columns):
             at = (Int64(row) * Int64(groups) + Int64(group)) * Int64(columns) + Int64(column)
             out[at] = mine.to(out.element_type)
+
+
+@cute.jit
+def turn_back(
+    rVector: Any,
+    turning: Any,
+    place: tuple[Any, Any],
+    positions: Any,
+    width: cutlass.Constexpr,
+) -> None:
+    """Turn a vector of a row's heads back if it is among the last 64 values of its head."""
+    turns, of_rows = turning
+    row, vector = place
+    group = vector % (width // VECTOR) - first_turned(width)
+    if group >= 0:
+        position = Int64(of_rows[row])
+        rTurn = registers_of(PAIRS_OF_LANE, 2)
+        # Stays NaN where the position is not in the table.
+        rTurn.fill(NAN)
+        if (position >= 0) & (position < Int64(positions)):
+            load_turn(turns, rTurn, (position, group))
+        fill(rVector, turned_words(numbers_of(words_of(rVector)), rTurn, back=True))
 
 
 @cute.jit
@@ -167,9 +205,9 @@ def launch_gemv(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: rows, columns, vectors of K, steps along K, blocks of a group, groups."""
-    rows, columns, vectors, steps, walkers, groups = extents
-    activations, weight, out = pointers
+    """Launch: rows, columns, vectors of K, steps along K, blocks of a group, groups, positions."""
+    rows, columns, vectors, steps, walkers, groups, positions = extents
+    activations, weight, out, *turning = pointers
     flat = 1 << 30
     of_vectors = cute.make_layout((WORDS, flat), stride=(1, WORDS))
     tensors = (
@@ -177,7 +215,9 @@ def launch_gemv(
         cute.make_tensor(weight, of_vectors),
         cute.make_tensor(out, cute.make_layout(flat)),
     )
-    gemv_kernel(tensors, (rows, columns, vectors, steps), form).launch(
+    if cutlass.const_expr(form.turned > 0):
+        tensors += tuple(map(flat_vectors, turning, (PAIRS_OF_LANE, 0)))
+    gemv_kernel(tensors, (rows, columns, vectors, steps, positions), form).launch(
         grid=[walkers, groups, 1],
         block=[WARPS * LANES, 1, 1],
         min_blocks_per_mp=1,  # Trap: without it ptxas spills to fit two blocks where rows are few
@@ -192,9 +232,8 @@ def launch_gemv(
 def _numbers(of: LaunchContext[GemvProblem, GemvForm]) -> tuple[Any, ...]:
     problem, walk = of.problem, of.form.walk
     vectors, steps = problem.inner // VECTOR, facts.steps(problem, walk)
-    return (
-        (problem.rows, problem.columns, vectors, steps, *facts.grid(problem, walk, of.processors)),
-    )
+    blocks = facts.grid(problem, walk, of.processors)
+    return ((problem.rows, problem.columns, vectors, steps, *blocks, problem.positions),)
 
 
 _Operand = Operand[GemvProblem]
@@ -202,6 +241,9 @@ _VECTORS = Storage(Uint32, torch.bfloat16, 16)
 _OUT = {
     "bf16": Storage(BFloat16, torch.bfloat16, 2), "fp32": Storage(Float32, torch.float32, 4),
 }  # fmt: skip
+_TURNED = Presence[Any](
+    lambda of: of.turned > 0, "Give it where heads are turned back before the product."
+)
 KERNEL = Kernel[GemvProblem, GemvForm](
     entry=launch_gemv,
     operands=(
@@ -214,9 +256,23 @@ KERNEL = Kernel[GemvProblem, GemvForm](
             output=True,
             label="sums to write",
         ),
+        _Operand(
+            "turns",
+            Storage(Uint32, torch.float32, 16),
+            lambda p: (p.positions, TABLE_WIDTH),
+            _TURNED,
+            passed=False,
+        ),
+        _Operand(
+            "positions",
+            Storage(Int64, torch.int64, 8),
+            lambda p: (p.rows,),
+            _TURNED,
+            passed=False,
+        ),
     ),
     choose_form=facts.choose_form,
-    kinds=((Int32,) * 6,),
+    kinds=((Int32,) * 7,),
     numbers=_numbers,
     work=lambda problem: problem.rows,
 )

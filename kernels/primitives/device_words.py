@@ -147,6 +147,11 @@ def code_words(words: list[Any], factor: Any, target: str) -> list[Any]:
     return [_encoded(half, target) for half in (scaled[:NUMBERS], scaled[NUMBERS:])]
 
 
+def half_code_word(words: list[Any], factor: Any, target: str) -> Any:
+    """Return the word of codes of half a block."""
+    return _encoded([ops.multiply_rn(number, factor) for number in numbers_of(words)], target)
+
+
 def _encoded(scaled: list[Any], target: str) -> Any:
     """Return the word of codes of eight scaled numbers."""
     if TARGETS[target].converts_e2m1:

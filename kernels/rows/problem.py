@@ -53,6 +53,7 @@ class NormProblem:
     weight: str = "bf16"
     layout: str | None = None  # of NVFP4 scales; None writes the normed values alone
     keeps_values: bool = False  # whether the normed values are written as well as the codes
+    decoded: bool = False  # whether what codes and scales stand for is written in place of both
 
     def __post_init__(self) -> None:
         if (
@@ -83,6 +84,10 @@ class NormProblem:
                 "a layout of scales",
                 "Without one, the values are the result.",
             )
+        if self.decoded and self.layout != LINEAR.name:
+            raise InvalidArgument(
+                "layout of decoded values", self.layout, LINEAR.name, "They lie as the values do."
+            )
 
     @property
     def writes_values(self) -> bool:
@@ -102,7 +107,8 @@ class NormProblem:
     @property
     def scale_bytes(self) -> int:
         """Return the bytes of the scales, padding included."""
-        size: int = LAYOUTS[self.layout].storage_size(self.rows, self.blocks) if self.layout else 0
+        coded = self.layout is not None and not self.decoded
+        size: int = LAYOUTS[self.layout].storage_size(self.rows, self.blocks) if coded else 0
         return size
 
     @property
@@ -111,6 +117,7 @@ class NormProblem:
         numbers = self.rows * self.columns
         weight = self.columns * (4 if self.weight == "fp32" else 2)
         codes = numbers // 2 if self.layout else 0
+        codes = 2 * numbers if self.decoded else codes
         return 2 * numbers + weight + codes + self.scale_bytes + 2 * numbers * self.writes_values
 
 
@@ -125,6 +132,7 @@ class NormForm:
     most_warps: int  # of a thread block: bounds registers
     roomy: bool  # whether unpacked weights and values have registers
     target: str
+    decoded: bool = False
 
     @property
     def writes_values(self) -> bool:
@@ -159,6 +167,7 @@ def choose_norm_form(problem: NormProblem, target: str) -> NormForm:
         most_warps=most_warps(problem.columns),
         roomy=is_roomy(problem),
         target=target,
+        decoded=problem.decoded,
     )
 
 
@@ -220,13 +229,15 @@ def norm_threads_declared(form: NormForm) -> int:
 
 def sum_of_squares(numbers: Sequence[Any]) -> Any:
     """Return a block's sum: each half of its numbers from the first one on, then both."""
-    sums = []
-    for half in (numbers[:HALF_BLOCK], numbers[HALF_BLOCK:]):
-        total = ops.multiply_rn(half[0], half[0])
-        for number in half[1:]:
-            total = ops.fma_rn(number, number, total)
-        sums.append(total)
-    return ops.add_rn(*sums)
+    return ops.add_rn(*map(half_sum, (numbers[:HALF_BLOCK], numbers[HALF_BLOCK:])))
+
+
+def half_sum(numbers: Sequence[Any]) -> Any:
+    """Return the sum of squares of half of a block."""
+    total = ops.multiply_rn(numbers[0], numbers[0])
+    for number in numbers[1:]:
+        total = ops.fma_rn(number, number, total)
+    return total
 
 
 def factor_of(total: Any, columns: Any, epsilon: Any, square_root: Callable[[Any], Any]) -> Any:

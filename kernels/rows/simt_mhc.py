@@ -135,17 +135,17 @@ def four(registers: Any) -> list[Any]:
 @cute.jit
 def put_coefficients(
     tensors: Any,
-    place: tuple[Any, Any, Any],
+    place: tuple[Any, Any, Any, Any],
     numbers: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
     """Compute a stream's post and its row of mix, and pre in the part `coefficients`.
 
+    `place` is a token, the number of tokens, the stream, and the token whose products are read.
     Each lane has all powers of its token and divides all lines: no step waits for another lane.
     """
-    wanted_token, tokens, stream = place
+    wanted_token, tokens, stream, token = place
     iterations, _, _, epsilon = numbers
-    token = ops.minimum(wanted_token, tokens - 1)  # lanes without a token take part in shuffles
     factor = factor_at(tensors, token, numbers)
     logits = logits_at(tensors, (token, 2 + stream), (factor, tensors.scale[2]), facts.COEFFICIENTS)
     post = facts.gate(own_logit(tensors, (token, 1, stream), factor), PROCESSOR)
@@ -175,10 +175,10 @@ def put_coefficients(
     if wanted_token < tokens:
         rMix = cute.make_rmem_tensor(STREAMS, Float32)
         put(rMix, facts.scaled_row(own, own_of(four(rShares), stream), four(rFactors)))
-        tensors.post[stream, token] = ops.multiply_rn(post, 2.0)
-        cute.autovec_copy(rMix, tensors.mix[None, token * STREAMS + stream])
+        tensors.post[stream, wanted_token] = ops.multiply_rn(post, 2.0)
+        cute.autovec_copy(rMix, tensors.mix[None, wanted_token * STREAMS + stream])
         if cutlass.const_expr(form.part == "coefficients"):
-            tensors.pre[stream, token] = ops.add_rn(pre, epsilon)
+            tensors.pre[stream, wanted_token] = ops.add_rn(pre, epsilon)
 
 
 def read_streams(tensors: Any, first: Any, chunks: Any) -> list[list[Any]]:
@@ -228,7 +228,9 @@ def mhc_kernel(
     if cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
         if block < leading:
             lane = block * facts.MIX_THREADS + thread
-            place = (lane // STREAMS, tokens, lane % STREAMS)
+            token = lane // STREAMS
+            # Lanes without a token take part in shuffles.
+            place = (token, tokens, lane % STREAMS, ops.minimum(token, tokens - 1))
             put_coefficients(tensors, place, numbers, form)
     if cutlass.const_expr(form.touches_streams):
         turn = Uint32(block - leading)

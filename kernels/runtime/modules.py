@@ -67,6 +67,8 @@ _ROOMS = {
         "simt_embed",
         "simt_inverse_rope",
         "simt_mhc",
+        "simt_mhc_norm",
+        "simt_mhc_onward",
         "simt_mhc_project",
         "simt_qnorm_rope",
         "simt_residual_norm",

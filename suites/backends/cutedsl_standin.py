@@ -29,8 +29,10 @@ from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout,
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
+from degarble.kernels.moe.problem import CombineProblem
 from degarble.kernels.primitives.kv_problem import WIDTH
-from degarble.kernels.primitives.quantise_problem import Fp8Problem
+from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
+from degarble.kernels.rows.mhc_problem import MhcMixProblem
 from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.operands import require_tensor
 from degarble.suites.backends import cutedsl_standin_attention as attention
@@ -60,7 +62,8 @@ def _rmsnorm(p: Any, t: Given) -> Made:
     require_tensor("weight", t["weight"], of_weight, (p.columns,), 16)
     x = t["values"].float()
     factor = 1.0 / (x.square().mean(-1, keepdim=True) + p.epsilon).sqrt()
-    return ((t["weight"].float() * (x * factor)).to(BF16),)
+    normed = (t["weight"].float() * (x * factor)).to(BF16)
+    return (normed, _decoded_rows(normed, t["decode_scale"])) if p.decoded else (normed,)
 
 
 def _residual_norm(p: Any, t: Given) -> Made:
@@ -77,7 +80,13 @@ def _residual_norm(p: Any, t: Given) -> Made:
 def _gemv(p: Any, t: Given) -> Made:
     require_tensor("activations", t["x"], BF16, (p.rows, p.groups * p.inner), 16)
     require_tensor("weight", t["weight"], BF16, (p.sums, p.inner), 16)
-    pairs = zip(t["x"].float().chunk(p.groups, 1), t["weight"].float().chunk(p.groups), strict=True)
+    x = t["x"]
+    if p.turned:
+        heads = InverseRopeProblem(
+            p.rows, x.shape[1] // p.turned, p.positions, width=p.turned
+        )  # fmt: skip
+        x = _inverse_rope(heads, {**t, "heads": x.reshape(p.rows, -1, p.turned)})[0].flatten(1)
+    pairs = zip(x.float().chunk(p.groups, 1), t["weight"].float().chunk(p.groups), strict=True)
     out = torch.cat([x @ weight.T for x, weight in pairs], 1)
     return (out.to(BF16 if p.out == "bf16" else F32),)
 
@@ -336,6 +345,41 @@ def _mhc_post(p: Any, t: Given) -> Made:
     return ((mixed + t["post"][:, :, None] * t["layer"].float()[:, None]).to(BF16),)
 
 
+def _mhc_onward(p: Any, t: Given) -> Made:
+    """Spread; in place of partial sums, a whole one and zeros."""
+    given, made = dict(t), []
+    if p.source == "rows":
+        problem = CombineProblem(p.tokens, p.width, p.chosen, p.rows, True, True)
+        given["products"] = t["made"]
+        made = [*layer.sum_by_row(problem, given)]
+        given["made"] = made[0]
+    mixing = MhcMixProblem(p.tokens, p.width, "post")
+    (out,) = _mhc_post(mixing, {**given, "layer": given["made"]})
+    products, squares = _mhc_project(p.project, {"streams": out, "split": t["split"]})
+    partials = torch.zeros(p.tokens, p.project.partials, 32)
+    partials[:, -1, :24], partials[:, -1, 24] = products, squares
+    return (out, partials, *made)
+
+
+def _mhc_norm(p: Any, t: Given) -> Made:
+    partials = t["partials"]
+    require_tensor("partials", partials, F32, (p.tokens, p.pieces, 32), 16)
+    projected = {
+        "products": partials[..., :24].sum(1).contiguous(), "squares": partials[..., 24].sum(1)
+    }  # fmt: skip
+    post, mix, out = _mhc(p.mix, {**t, **projected})
+    (normed,) = _rmsnorm(p.norm, {"values": out, "weight": t["weight"]})
+    made = [
+        _decoded_rows(normed, t[f"decode_scale{number}"]) for number in range(p.decoded)
+    ]
+    return (post, mix, out, normed, *made)
+
+
+def _decoded_rows(values: Tensor, scale: Tensor) -> Tensor:
+    problem = QuantiseProblem(*values.shape, LINEAR.name, decoded=True)
+    return _quantise(problem, {"values": values, "decode_scale": scale})[0]
+
+
 STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "simt_embed": _embed,
     "simt_rmsnorm": _rmsnorm,
@@ -358,6 +402,8 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "simt_router": _router,
     "simt_mhc": _mhc,
     "simt_mhc_project": _mhc_project,
+    "simt_mhc_onward": _mhc_onward,
+    "simt_mhc_norm": _mhc_norm,
     "simt_compressor": attention.compressor,
     "simt_indexer_operand": attention.operand,
     "sm90_indexer_scores": attention.scores,
@@ -373,6 +419,8 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "sm90_gemm_grouped_fp8": _grouped_fp8,
     "sm90_moe_nvfp4": layer.experts,
     "sm90_moe_by_row": layer.experts_by_row,
+    "sm90_moe_by_row.PRODUCTS": layer.rows_by_row,
+    "sm90_moe_by_row.SUM": layer.sum_by_row,
     "sm90_shared_expert": layer.shared_expert,
 }
 assert STAND_INS.keys() == TACTICS.keys(), "every kernel has a stand-in"

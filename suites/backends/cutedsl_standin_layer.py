@@ -100,15 +100,28 @@ def experts(p: Any, t: Given) -> Made:
     require_tensor("experts of tokens", t["experts"], torch.int32, (p.tokens, p.chosen), 4)
     require_tensor("routing weights", t["weights"], F32, (p.tokens, p.chosen), 4)
     assert p.weighting == "after w2", "the stand-in has this side alone"
-    total = torch.zeros(p.tokens, p.hidden)
-    for number in t["experts"].unique().tolist():
-        tokens, slot = (t["experts"] == number).nonzero(as_tuple=True)
-        made = _expert(p, t, number, t["x"][tokens]).float()
-        total.index_add_(0, tokens, made * t["weights"][tokens, slot][:, None])
+    total = summed(products_of(p, t), t["weights"])
     if "shared" not in t:
         return (total,)
     require_tensor("shared expert's output", t["shared"], BF16, (p.tokens, p.hidden), 16)
     return ((total + t["shared"].float()).to(BF16),)
+
+
+def products_of(p: Any, t: Given) -> Tensor:
+    """Return the products of every slot, expert by expert."""
+    made = torch.zeros(p.tokens, p.chosen, p.hidden, dtype=BF16)
+    for number in t["experts"].unique().tolist():
+        tokens, slot = (t["experts"] == number).nonzero(as_tuple=True)
+        made[tokens, slot] = _expert(p, t, number, t["x"][tokens])
+    return made
+
+
+def summed(products: Tensor, weights: Tensor) -> Tensor:
+    """Add up a token's slots in their order, by their weights."""
+    total = torch.zeros(products.shape[0], products.shape[2])
+    for slot in range(products.shape[1]):
+        total = total + products[:, slot].float() * weights[:, slot, None]
+    return total
 
 
 def experts_by_row(p: Any, t: Given) -> Made:
@@ -118,6 +131,23 @@ def experts_by_row(p: Any, t: Given) -> Made:
         return experts(p.moe, t)
     assert "shared" not in t, "its matrices are here"
     return experts(p.moe, {**t, "shared": _expert(p.moe, t, p.moe.experts, t["x"])})
+
+
+def rows_by_row(p: Any, t: Given) -> Made:
+    """Return every row's product, those of the shared expert first, and the rows of slots."""
+    moe = p.moe
+    require_tensor("x", t["x"], BF16, (moe.tokens, moe.hidden), 32)
+    rows = products_of(moe, t).flatten(0, 1)
+    if p.shared:
+        rows = torch.cat((_expert(moe, t, moe.experts, t["x"]), rows))
+    return rows, torch.arange(moe.slots, dtype=torch.int32) + p.shared_rows
+
+
+def sum_by_row(p: Any, t: Given) -> Made:
+    """Add up rows of experts."""
+    chosen = t["products"][t["places"].long()].reshape(p.tokens, p.chosen, p.hidden)
+    shared = t.get("shared", t["products"][: p.tokens])
+    return ((summed(chosen, t["weights"]) + shared.float()).to(BF16),)
 
 
 def shared_expert(p: Any, t: Given) -> Made:

@@ -243,7 +243,7 @@ def _plain(_problem: Any, _target: str) -> str:
 
 TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "simt_embed": _plain,
-    "simt_rmsnorm": _plain,
+    "simt_rmsnorm": lambda p, _: "decoded as well" if p.decoded else "",
     "simt_residual_norm": lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum",
     "simt_scale": lambda p, _: f"{p.source} to {p.out}",
     "simt_latent_query": _plain,
@@ -267,6 +267,8 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "simt_router": lambda p, _: "by table" if p.vocabulary else p.scoring,
     "simt_mhc": lambda p, _: str(p.part),
     "simt_mhc_project": lambda p, _: str(p.kind),
+    "simt_mhc_onward": lambda p, _: f"of a {p.source.removesuffix('s')}",
+    "simt_mhc_norm": lambda p, _: f"decoded {p.decoded} times",
     "simt_compressor": lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}",
     "simt_indexer_operand": lambda p, _: f"turned {p.pairing}, {p.format}",
     "sm90_indexer_scores": lambda p, _: f"{p.arithmetic}, {p.pages.operands}",
@@ -290,6 +292,10 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "sm90_moe_by_row": lambda p, _: (
         f"{p.moe.experts} experts{' and the shared one' if p.shared else ''}, each row alone"
     ),
+    "sm90_moe_by_row.PRODUCTS": lambda p, _: (
+        f"{p.moe.experts} experts{' and the shared one' if p.shared else ''}, not added up"
+    ),
+    "sm90_moe_by_row.SUM": lambda p, _: f"sum of {p.chosen} rows",
     "sm90_moe_by_row.ALONE": lambda _p, _: "one row of a matrix",
     "sm90_shared_expert": lambda _p, _: "nvfp4",
 }

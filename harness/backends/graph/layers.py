@@ -10,11 +10,17 @@ import torch
 
 from degarble.harness.backends.cutedsl.attention import by_head
 from degarble.harness.backends.graph.matrices import (
+    JOINED,
+    STREAMS_JOINED,
     TILES,
+    TURN_JOINED,
     CodedGroups,
+    ExpertRows,
+    added_up,
     coded_product,
+    gemv_turned,
 )
-from degarble.harness.backends.graph.steps import PAGE, STEP, DecoderSteps, widened
+from degarble.harness.backends.graph.steps import PAGE, STEP, DecoderSteps, Normed, widened
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.kernels.attention.problem import AttentionProblem, KeyList, QueryProblem
 from degarble.kernels.cache.problem import CHOSEN, ENTRIES, WINDOW, PoolProblem
@@ -22,6 +28,8 @@ from degarble.kernels.gemm.grouped_problem import GroupedProblem
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH, WITH_KEY, Pages, WriteProblem
+from degarble.kernels.rows import mhc_few_problem
+from degarble.kernels.rows.mhc_few_problem import MhcNormProblem, OnwardProblem
 from degarble.kernels.rows.mhc_problem import MhcMixProblem, ProjectProblem
 from degarble.kernels.rows.problem import InverseRopeProblem, QNormRopeProblem, ResidualProblem
 from degarble.references.attention import softmax_scale
@@ -77,6 +85,17 @@ class Lists:
     visible: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Unspread:
+    """Streams, and what a sublayer made of them: the next one's first launch spreads it."""
+
+    streams: Tensor  # BF16 [B, S, D], before
+    made: Tensor | ExpertRows
+    post: Tensor  # float32 [B, S]
+    mix: Tensor  # float32 [B, S, S]
+    role: str  # of the component that spreads
+
+
 class V4Steps(DecoderSteps):
     """V4's layers, one row a lane."""
 
@@ -87,9 +106,14 @@ class V4Steps(DecoderSteps):
         switches: Switches,
         room: MemorySize,
         products: str = TILES,
+        *,
+        joined: tuple[str, ...] = JOINED,
     ) -> None:
-        super().__init__(kernels, config, switches, room, room.lanes, products)
+        super().__init__(kernels, config, switches, room, room.lanes, products, joined=joined)
         self.config = config
+        # Whether streams are spread by the launch that projects them next.
+        served = mhc_few_problem.serves(self.rows, config.hidden_size)
+        self.spreads_later = STREAMS_JOINED in self.joined and served
 
     def run_layers(
         self,
@@ -101,13 +125,13 @@ class V4Steps(DecoderSteps):
         """Return the streams [B, S, D] after the last layer."""
         del ends
         self.show(STEP)
-        streams = embedded.reshape(self.rows, -1, embedded.shape[1])
+        streams: Tensor | Unspread = embedded.reshape(self.rows, -1, embedded.shape[1])
         # Layers without an indexer see all entries: one slot list a ratio serves them all.
         seen = {w.block.ratio for w in layers if w.block.ratio and w.attn.indexer is None}
         lists = self.lists(tuple(sorted(seen)))
         for weights, memory in zip(layers, memories, strict=True):
             streams = self.layer(weights, memory, lists, streams)
-        return streams
+        return self.spread_out(streams)
 
     def head_input(self, ends: EndWeights, hidden: Tensor) -> Tensor:
         """Mix the streams for the head, and norm the result."""
@@ -136,6 +160,65 @@ class V4Steps(DecoderSteps):
             squares=squares, base=mixing.base, scale=mixing.scale,
         )  # fmt: skip
 
+    def spread_out(self, given: Tensor | Unspread) -> Tensor:
+        """Return the streams, spread by a launch of their own if they have not been."""
+        if isinstance(given, torch.Tensor):
+            return given
+        made = given.made
+        x = added_up(self.kernels, made) if isinstance(made, ExpertRows) else made
+        out = self.spread(x, given.streams, (given.post, given.mix, x))
+        self._show_spread(given, x, out)
+        return out
+
+    def _show_spread(self, given: Unspread, x: Tensor, out: Tensor) -> None:
+        self.show(
+            given.role, x=x, streams=given.streams, post=given.post, mix=given.mix, out=out
+        )  # fmt: skip
+
+    def _onward(self, given: Unspread, split: Tensor) -> tuple[Tensor, Tensor]:
+        """Spread a sublayer's output, and project the new streams: those, and partial sums."""
+        (rows, _, width), made = given.streams.shape, given.made
+        given_tensors = {"streams": given.streams, "post": given.post, "mix": given.mix}
+        if isinstance(made, ExpertRows):
+            experts, moe = made.problem, made.problem.moe
+            problem = OnwardProblem(rows, width, "rows", moe.chosen, experts.rows, experts.shared)
+            out, partials, x = self.kernels.run(
+                "simt_mhc_onward", problem, **given_tensors, split=split, made=made.products,
+                places=made.places, weights=made.weights, shared=made.shared,
+            )  # fmt: skip
+        else:
+            problem, x = OnwardProblem(rows, width), made
+            out, partials = self.kernels.run(
+                "simt_mhc_onward", problem, **given_tensors, split=split, made=made
+            )
+        self._show_spread(given, x, out)
+        return out, partials
+
+    def _entered(
+        self,
+        weights: AttentionWeights | FfnWeights,
+        given: Tensor | Unspread,
+        scales: tuple[Tensor, ...],
+    ) -> tuple[Tensor, tuple[Tensor, ...], Normed]:
+        """Return a sublayer's streams, what mHC makes of them, and that normed, for NVFP4 as well.
+
+        Of mHC: post, mix, the collapsed streams. Scales are those of the products that follow.
+        """
+        norm = weights.norm
+        if isinstance(given, torch.Tensor):
+            pre = self.mixed(weights.mixing, given, "all")
+            return given, pre, Normed(self.normed(norm, pre[2]))
+        streams, partials = self._onward(given, weights.mixing.split)
+        c, mixing = self.config, weights.mixing
+        told = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
+        problem = MhcNormProblem(*streams.shape[::2], *told, norm.kind, len(scales))
+        of_scales = {f"decode_scale{number}": scale for number, scale in enumerate(scales)}
+        post, mix, x, normed, *decoded = self.kernels.run(
+            "simt_mhc_norm", problem, streams=streams, partials=partials, base=mixing.base,
+            scale=mixing.scale, weight=norm.weight, **of_scales,
+        )  # fmt: skip
+        return streams, (post, mix, x), Normed(normed, tuple(decoded))
+
     def spread(self, x: Tensor, streams: Tensor, pre: tuple[Tensor, ...]) -> Tensor:
         """Apply mHC after a sublayer."""
         post, mix, _ = pre
@@ -151,52 +234,61 @@ class V4Steps(DecoderSteps):
     # ---- a layer ---------------------------------------------------------------------------------
 
     def layer(
-        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, streams: Tensor
-    ) -> Tensor:
-        """Run one layer: streams [B, S, D] in and out."""
+        self,
+        weights: LayerWeights,
+        memory: LayerMemory,
+        lists: Lists,
+        given: Tensor | Unspread,
+    ) -> Tensor | Unspread:
+        """Run one layer: streams [B, S, D] in and out, or what is to be spread over them."""
         self.prefix = weights.block.prefix
 
-        def attended(x: Tensor) -> Tensor:
+        def attended(x: Normed) -> Tensor:
             return self._attention(weights, memory, lists, x)
 
-        streams = self._sublayer("attn", weights.attn, streams, attended)
-        return self._sublayer("ffn", weights.ffn, streams, partial(self._ffn, weights.ffn))
+        attn = weights.attn
+        both = tuple(self.scale_decoded(matrix) for matrix in (attn.wq_a, attn.wkv))
+        scales = tuple(scale for scale in both if scale is not None)
+        scales = scales if len(scales) == len(both) else ()
+        given = self._sublayer("attn", attn, given, attended, scales)
+        return self._sublayer("ffn", weights.ffn, given, partial(self._ffn, weights.ffn))
 
     def _sublayer(
         self,
         name: str,
         weights: AttentionWeights | FfnWeights,
-        streams: Tensor,
-        compute: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        pre = self.mixed(weights.mixing, streams, "all")
-        post, mix, x = pre
+        given: Tensor | Unspread,
+        compute: Callable[[Normed], Tensor | ExpertRows],
+        scales: tuple[Tensor, ...] = (),
+    ) -> Tensor | Unspread:
+        streams, (post, mix, x), normed = self._entered(weights, given, scales)
         self.shown(f"{name}.hc_pre", streams=streams, out=x, post=post, mix=mix)
-        normed = self.normed(weights.norm, x)
-        self.shown(f"{name}.norm", x=x, out=normed)
+        self.shown(f"{name}.norm", x=x, out=normed.values)
         made = compute(normed)
-        out = self.spread(made, streams, pre)
-        self.shown(f"{name}.hc_post", x=made, streams=streams, post=post, mix=mix, out=out)
-        return out
+        unspread = Unspread(streams, made, post, mix, f"{self.prefix}.{name}.hc_post")
+        return unspread if self.spreads_later else self.spread_out(unspread)
 
-    def _ffn(self, w: FfnWeights, x: Tensor) -> Tensor:
+    def _ffn(self, w: FfnWeights, normed: Normed) -> Tensor | ExpertRows:
         limit, clamped = self.config.swiglu_limit or None, self.switches.shared_expert_clamped
-        width = self.config.moe_intermediate_size
+        width, x = self.config.moe_intermediate_size, normed.values
         of_shared = limit if clamped else None
-        if self.rides(w.routed, alike=of_shared == limit):
-            return self.routed(w.routed, x, None, limit)
-        return self.routed(w.routed, x, self.gated(w.shared, x, width, of_shared), limit)
+        shared = None
+        if not self.rides(w.routed, alike=of_shared == limit):
+            shared = self.gated(w.shared, x, width, of_shared)
+        return self.routed(w.routed, x, shared, limit, summed_later=self.spreads_later)
 
     def _attention(
-        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, x: Tensor
+        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, normed: Normed
     ) -> Tensor:
-        w, run, c = weights.attn, self.kernels.run, self.config
+        w, run, c, x = weights.attn, self.kernels.run, self.config, normed.values
         table, positions = self.rope_table(weights.rope), self.lanes.positions
         with self.aside():
-            self._write_latent(weights, memory, lists, self._product("attn.wkv", w.wkv, x))
+            latent = self._product("attn.wkv", w.wkv, x, normed.decoded_at(1))
+            self._write_latent(weights, memory, lists, latent)
             self._advance(weights, memory, x)
-        low = self._product("attn.wq_a", w.wq_a, x)
-        qr = self.normed(w.q_norm, low)
+        low = self._product("attn.wq_a", w.wq_a, x, normed.decoded_at(0))
+        query = self.normed_for(w.q_norm, low, self.scale_decoded(w.wq_b))
+        qr = query.values
         self.shown("attn.q_norm", x=low, out=qr)
         near, far = KeyList(self.room.window, self.room.pages(0)), None
         more = {"window_slots": lists.window, "window_cache": memory.window}
@@ -207,7 +299,8 @@ class V4Steps(DecoderSteps):
             assert memory.entries is not None, "a layer that compresses has entries"
             far = KeyList(slots.shape[1], self.room.pages(ratio))
             more |= {"entries_slots": slots, "entries_cache": memory.entries}
-        heads = self._product("attn.wq_b", w.wq_b, qr).reshape(len(x), -1, WIDTH)
+        product = self._product("attn.wq_b", w.wq_b, qr, query.decoded_at(0))
+        heads = product.reshape(len(x), -1, WIDTH)
         of_heads = QNormRopeProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
         (q,) = run("simt_qnorm_rope", of_heads, heads=heads, turns=table, positions=positions)
         self.meet()
@@ -216,8 +309,10 @@ class V4Steps(DecoderSteps):
         out = run("sm90_sparse_attention", problem, q=q, sink=w.sink, **more)[0]
         return self._product("attn.wo_b", w.wo_b, self._turned_back(w, out, table))
 
-    def _product(self, role: str, matrix: Matrix, x: Tensor) -> Tensor:
-        out = self.multiply(matrix, x)
+    def _product(
+        self, role: str, matrix: Matrix, x: Tensor, decoded: Tensor | None = None
+    ) -> Tensor:
+        out = self.multiply(matrix, x, decoded)
         self.shown(role, x=x, out=out)
         return out
 
@@ -227,12 +322,14 @@ class V4Steps(DecoderSteps):
         positions, groups = self.lanes.positions, w.wo_a
         if isinstance(groups, CodedGroups):
             return coded_product(self.kernels, groups, out, (table, positions))
-        if groups.dense or self.takes_gemv(groups.weight.shape[1]):
+        of, by_gemv = 1 if groups.dense else groups.groups, self.takes_gemv(groups.weight.shape[1])
+        if by_gemv and TURN_JOINED in self.joined:
+            return gemv_turned(self.kernels, groups.weight, out, of, (table, positions))
+        if groups.dense or by_gemv:
             back = InverseRopeProblem(lanes, heads, len(table))
             (turned,) = self.kernels.run(
                 "simt_inverse_rope", back, heads=out, turns=table, positions=positions
             )
-            of = 1 if groups.dense else groups.groups
             return self.dense(groups.weight, turned.flatten(1), of)
         columns, inner = groups.weight.shape[0] // groups.groups, groups.weight.shape[1]
         problem = GroupedProblem(lanes, groups.groups, columns, inner, WIDTH, len(table))
@@ -402,8 +499,10 @@ class V32Steps(DecoderSteps):
         room: MemorySize,
         rows: int,
         products: str = TILES,
+        *,
+        joined: tuple[str, ...] = JOINED,
     ) -> None:
-        super().__init__(kernels, config, switches, room, rows, products)
+        super().__init__(kernels, config, switches, room, rows, products, joined=joined)
         self.config = config
         self._scale = softmax_scale(config)
         self._latent_epsilon = switches.latent_epsilon(config.rms_norm_eps)

@@ -56,10 +56,17 @@ STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 # kernels' stated order. A row's bits depend on the choice and on which of the three the graph is,
 # not on the number of its lanes nor on who is awake.
 ALONE = "sm90_moe_by_row.ALONE"  # one row of a matrix
+PRODUCTS_BY_ROW = "sm90_moe_by_row.PRODUCTS"  # of experts, not added up
+SUM_BY_ROW = "sm90_moe_by_row.SUM"
 TILES, FEW_ROWS = PRODUCTS = ("tiles", "few-rows")
 MOST_ROWS = LARGEST_ROWS
 MMA_ROWS = 16  # up to which mma is not slower: docs/design-notes/w4a16_kernel.md
 VERY_FEW_ROWS = 4  # up to which experts by row are not slower: docs/design-notes/moe_kernel.md
+
+# Short launches that graphs of very few lanes make as one, with the same bits. Streams: mHC's
+# spread with the next projection, and its mixing with the norm behind it. Norm: a query's latent
+# normed and decoded. Turn: heads are turned back where the GEMV reads them.
+STREAMS_JOINED, NORM_JOINED, TURN_JOINED = JOINED = ("streams", "norm", "turn")
 
 
 def require_products(products: str, rows: int) -> None:
@@ -231,6 +238,23 @@ def by_gemv(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, out: str, groups:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
+def gemv_turned(
+    kernels: Kernels,
+    weight_NK: Tensor,
+    heads_MHL: Tensor,
+    groups: int,
+    turning: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Turn heads back and multiply groups of them, each by its own weight, in one launch."""
+    (table, positions), (rows, _, width) = turning, heads_MHL.shape
+    columns, inner = weight_NK.shape[0] // groups, weight_NK.shape[1]
+    problem = GemvProblem(rows, columns, inner, "bf16", groups, width, len(table))
+    return kernels.run(
+        "simt_gemv_bf16", problem, x=heads_MHL.flatten(1), weight=weight_NK, turns=table,
+        positions=positions,
+    )[0]  # fmt: skip
+
+
 def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
     """Stack matrices over one input by rows; return them separately if they do not stack.
 
@@ -354,6 +378,40 @@ def experts_by_row(
     rides = given.get("shared") is None
     tensors = experts.tensors if rides else experts.routed
     return kernels.run("sm90_moe_by_row", ByRowProblem(moe, rides), **given, **tensors)[0]
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """What experts made of their rows, not added up: the next launch does that."""
+
+    products: Tensor  # BF16 [R, D]
+    places: Tensor  # int32 [T K], rows of a token's experts
+    weights: Tensor  # float32 [T, K]
+    shared: Tensor | None  # BF16 [T, D]; None: its rows are the first ones
+    problem: ByRowProblem
+
+
+def rows_of_experts(
+    kernels: Kernels, experts: Experts, moe: MoeProblem, given: Mapping[str, Tensor | None]
+) -> ExpertRows:
+    """Compute routed experts of few rows as `experts_by_row` does, without adding them up."""
+    shared, weights = given.get("shared"), given["weights"]
+    assert weights is not None, "the router weighs what it chooses"
+    problem = ByRowProblem(moe, shared is None)
+    tensors = experts.tensors if shared is None else experts.routed
+    products, places = kernels.run(
+        PRODUCTS_BY_ROW, problem, x=given["x"], experts=given["experts"], **tensors
+    )
+    return ExpertRows(products, places, weights, shared, problem)
+
+
+def added_up(kernels: Kernels, rows: ExpertRows) -> Tensor:
+    """Add up what experts made, by a launch of its own."""
+    problem = by_row_problem.summed(rows.problem, shared=rows.shared is not None)
+    return kernels.run(
+        SUM_BY_ROW, problem, products=rows.products, places=rows.places, weights=rows.weights,
+        shared=rows.shared,
+    )[0]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,22 +16,27 @@ import torch
 from degarble.harness.backends.graph.matrices import (
     BF16,
     FEW_ROWS,
+    JOINED,
+    NORM_JOINED,
     TILES,
     VERY_FEW_ROWS,
     W4A16,
+    ExpertRows,
     Experts,
     by_gemv,
     dense_product,
     experts_by_row,
     few_rows_expert,
     few_rows_kernel,
+    few_rows_product,
     multiply,
     require_products,
+    rows_of_experts,
     widely,
 )
 from degarble.harness.backends.graph.weights import table_of_turns
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats.layouts import ceil_div
+from degarble.harness.formats.layouts import LINEAR, ceil_div
 from degarble.kernels.attention.problem import few_token_splits
 from degarble.kernels.cache.problem import SlotsProblem, overlaps, rows_of_ring
 from degarble.kernels.gemm.gemv_problem import inner_held
@@ -100,11 +105,15 @@ class MemorySize:
 
 
 class DecoderSize(NamedTuple):
-    """What a decoder is built for: lanes, positions of each, and how it multiplies NVFP4."""
+    """What a decoder is built for: lanes, positions of each, and how it multiplies NVFP4.
+
+    `joined` says which short launches a graph of very few lanes makes as one.
+    """
 
     lanes: int
     positions: int
     products: str = TILES
+    joined: tuple[str, ...] = JOINED
 
 
 @dataclass(frozen=True)
@@ -236,6 +245,17 @@ class Lanes:
         self.members.copy_(lanes)
 
 
+class Normed(NamedTuple):
+    """Normed rows, and what they are once they are quantised and decoded, scale by scale."""
+
+    values: Tensor
+    decoded: tuple[Tensor, ...] = ()
+
+    def decoded_at(self, place: int) -> Tensor | None:
+        """Return the rows decoded with one of the scales, if that was done."""
+        return self.decoded[place] if self.decoded else None
+
+
 STEP = "step"  # shown in front of a step's first layer
 
 
@@ -254,12 +274,15 @@ class DecoderSteps(ABC):
         room: MemorySize,
         rows: int,
         products: str = TILES,
+        *,
+        joined: tuple[str, ...] = JOINED,
     ) -> None:
         require_products(products, rows)
         self.kernels, self.room, self.rows = kernels, room, rows
         self.products = products  # how NVFP4 is multiplied by NVFP4: matrices.PRODUCTS
         self.few = few_rows_kernel(rows) if products == FEW_ROWS else ""
         self.by_row = products == FEW_ROWS and rows <= VERY_FEW_ROWS
+        self.joined = joined if self.by_row else ()
         self.switches = switches
         self.lanes = Lanes.at_rest(rows, getattr(config, "hc_mult", 1), kernels.device)
         self._of = config
@@ -334,8 +357,14 @@ class DecoderSteps(ABC):
 
     # ---- parts that every layer has --------------------------------------------------------------
 
-    def multiply(self, matrix: Matrix, x: Tensor) -> Tensor:
-        """Multiply rows by a matrix, NVFP4 as the graph was built to."""
+    def scale_decoded(self, matrix: Matrix) -> Tensor | None:
+        """Return the scale of the rows that a matrix multiplies decoded; None where it does not."""
+        return matrix.input_scale if self.few and matrix.factor is not None else None
+
+    def multiply(self, matrix: Matrix, x: Tensor, decoded: Tensor | None = None) -> Tensor:
+        """Multiply rows by a matrix, NVFP4 as the graph was built to; they may be decoded."""
+        if decoded is not None:
+            return few_rows_product(self.kernels, matrix, decoded, self.few)
         if matrix.kernel.kernel == BF16 and self.takes_gemv(x.shape[1]):
             return by_gemv(self.kernels, matrix.operands["b"], x, "bf16")
         return multiply(self.kernels, matrix, x, self.few)
@@ -365,6 +394,22 @@ class DecoderSteps(ABC):
         problem = NormProblem(rows, columns, under_root, norm.kind)
         return self.kernels.run("simt_rmsnorm", problem, values=x, weight=norm.weight)[0]
 
+    def normed_for(
+        self, norm: NormWeight, x: Tensor, scale: Tensor | None, epsilon: float | None = None
+    ) -> Normed:
+        """Apply RMSNorm, in the same launch quantise for the NVFP4 product that has this scale."""
+        rows, columns = x.shape
+        if scale is None or NORM_JOINED not in self.joined:
+            return Normed(self.normed(norm, x, epsilon))
+        under_root = self._of.rms_norm_eps if epsilon is None else epsilon
+        problem = NormProblem(
+            rows, columns, under_root, norm.kind, LINEAR.name, keeps_values=True, decoded=True
+        )
+        values, decoded = self.kernels.run(
+            "simt_rmsnorm", problem, values=x, weight=norm.weight, decode_scale=scale
+        )
+        return Normed(values, (decoded,))
+
     def scaled(self, x: Tensor, factor: float, out: torch.dtype) -> Tensor:
         """Multiply by a factor, in a dtype."""
         if x.dtype is out and factor == 1:
@@ -379,7 +424,9 @@ class DecoderSteps(ABC):
         shared: Tensor | None,
         limit: float | None,
         groups: tuple[int, int] = (1, 1),
-    ) -> Tensor:
+        *,
+        summed_later: bool = False,
+    ) -> Tensor | ExpertRows:
         """Compute routed experts of every row, with the shared expert's output in the sum.
 
         Without that output the shared expert is computed with them: see `rides`.
@@ -401,6 +448,8 @@ class DecoderSteps(ABC):
         sizes = (rows, c.hidden_size, c.moe_intermediate_size)
         problem = MoeProblem(*sizes, *counts, limit, AFTER_W2)
         of_tokens = {"x": x, "experts": experts, "weights": weights, "shared": shared}
+        if summed_later:
+            return rows_of_experts(self.kernels, w.experts, problem, of_tokens)
         if self.by_row:
             return experts_by_row(self.kernels, w.experts, problem, of_tokens)
         return self.kernels.run("sm90_moe_nvfp4", problem, **of_tokens, **w.experts.routed)[0]

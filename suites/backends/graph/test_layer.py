@@ -18,6 +18,7 @@ from degarble.harness.backends.graph.decoder import PIECE, Decoder, DecoderLogit
 from degarble.harness.backends.graph.matrices import (
     ALONE,
     FEW_ROWS,
+    JOINED,
     TILES,
     W4A16,
     CodedGroups,
@@ -77,11 +78,14 @@ def said(model: LogitsModel) -> torch.Tensor:
 
 
 def by_steps(
-    opened: OpenModel, seen: Callable[..., None] | None = None, products: str = TILES
+    opened: OpenModel,
+    seen: Callable[..., None] | None = None,
+    products: str = TILES,
+    joined: tuple[str, ...] = JOINED,
 ) -> torch.Tensor:
     bound = opened.logits_model.bound
     decoder = Decoder.from_model(
-        StandIn(seen), bound, opened.recipe, 3, POSITIONS, products=products
+        StandIn(seen), bound, opened.recipe, 3, POSITIONS, products=products, joined=joined
     )
     return said(DecoderLogitsModel(bound, decoder))
 
@@ -107,8 +111,17 @@ def test_a_step_is_its_parts_bit_by_bit(opened: OpenModel, one_by_one: torch.Ten
 BY_TILES = {"sm90_gemm_nvfp4", "sm90_shared_expert", "sm90_moe_nvfp4"}
 
 
+# What launches where short ones are joined, and what only where they are apart.
+BY_JOINED = {
+    "streams": ({"simt_mhc_onward", "simt_mhc_norm", "sm90_moe_by_row.PRODUCTS"}, set()),
+    "norm": (set(), set()),
+    "turn": (set(), {"simt_inverse_rope"}),
+}
+
+
+@pytest.mark.parametrize("joined", [(), JOINED, *((each,) for each in JOINED)], ids="-".join)
 def test_products_of_few_rows_have_the_arithmetic_of_tiles(
-    opened: OpenModel, one_by_one: torch.Tensor
+    opened: OpenModel, one_by_one: torch.Tensor, joined: tuple[str, ...]
 ) -> None:
     """Stand-ins add up in one order: then decoded activations give the bits that codes give."""
     launched: set[str] = set()
@@ -116,9 +129,13 @@ def test_products_of_few_rows_have_the_arithmetic_of_tiles(
     def seen(kernel: str, _problem: Any, _given: dict[str, Any]) -> None:
         launched.add(kernel)
 
-    assert torch.equal(by_steps(opened, seen, FEW_ROWS), one_by_one)
-    assert {"sm90_gemm_w4a16", "sm90_moe_by_row"} <= launched
+    assert torch.equal(by_steps(opened, seen, FEW_ROWS, joined), one_by_one)
+    assert "sm90_gemm_w4a16" in launched
+    assert launched & {"sm90_moe_by_row", "sm90_moe_by_row.PRODUCTS"}
     assert not launched & BY_TILES
+    for name, (there, gone) in BY_JOINED.items():
+        assert there <= launched if name in joined else not there & launched
+        assert gone & launched if gone and name not in joined else not gone & launched
 
 
 def test_a_wrong_factor_of_few_rows_changes_what_is_said(

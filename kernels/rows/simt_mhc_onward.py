@@ -1,0 +1,309 @@
+"""mHC for few tokens: spread a sublayer's output over the streams, and project the new streams.
+
+One source for sm_90a and sm_100a. A warp is a thread block and has 64 columns of one stream, a
+piece of the projection's K. It asks L2 for its part of the weight before the previous launch has
+ended, then for copies into shared memory; meanwhile its lanes compute the new values of those
+columns from all four streams and what the sublayer made, which is a row, or the sum of the rows of
+a token's experts. The values go to memory and, as the tokens of a stage, to shared memory. The sums
+of the piece are those of simt_mhc_project, the values those of simt_mhc and of moe's combine.
+
+Never waits for the GPU, so it may be captured in a graph. Shape letters as in mhc_few_problem.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.primitives.device_words import (
+    FLAT,
+    fill,
+    numbers_of,
+    rounded_words,
+    store,
+    vectors,
+    words_of,
+)
+from degarble.kernels.rows import mhc_few_problem as facts
+from degarble.kernels.rows import simt_mhc_project as projection
+from degarble.kernels.rows.mhc_few_problem import ROWS, OnwardForm, OnwardProblem
+from degarble.kernels.rows.mhc_problem import (
+    BF16_PARTS,
+    LINE,
+    ROW_BYTES,
+    STEP,
+    STREAMS,
+    InnerCut,
+    chunk_place,
+    rows_of,
+    weighted,
+)
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
+
+LANES = 32
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class OnwardTensors(NamedTuple):
+    """Kernel's tensors; words of streams and rows are viewed as vectors of the form's words."""
+
+    streams: Any  # BF16 [T, S, D]
+    made: Any  # BF16 [T, D], a sublayer's output, or rows of experts [R, D]
+    post: Any  # float32 [T, S]
+    mix: Any  # float32 [T, S, S]
+    weight: Any  # BF16 [3, 24, S D]
+    places: Any  # int32 [T, K], the rows of a token's experts
+    weights: Any  # float32 [T, K]
+    shared: Any  # BF16 [T, D]
+    out: Any  # BF16 [T, S, D]
+    pairs: Any  # the partial sums, two at a time
+    partials: Any  # float32 [T, pieces, 32]
+    summed: Any  # BF16 [T, D]
+
+
+def words_from(tensor: Any, index: Any, form: OnwardForm) -> list[Any]:
+    """Read a lane's words of a row."""
+    registers = cute.make_rmem_tensor(form.words, Uint32)
+    cute.autovec_copy(tensor[None, index], registers)
+    return words_of(registers)
+
+
+def summed_words(
+    tensors: OnwardTensors, token: Any, place: tuple[Any, Any], form: OnwardForm
+) -> list[Any]:
+    """Return the words of a token's output: the sum of its experts' rows in their order.
+
+    `place` is the vector of a row, and the vectors of a row.
+    """
+    vector, of_row = place
+    places = [Int32(tensors.places[token * form.chosen + k]) for k in range(form.chosen)]
+    weights = [Float32(tensors.weights[token * form.chosen + k]) for k in range(form.chosen)]
+    rows = [
+        words_from(tensors.made, Int64(cutlass.max(row, 0)) * Int64(of_row) + vector, form)
+        for row in places
+    ]
+    more = words_from(tensors.shared, Int64(token) * Int64(of_row) + vector, form)
+    sums = [Float32(0.0)] * (2 * form.words)
+    for row, weight, read in zip(places, weights, rows, strict=True):
+        numbers = [ops.multiply_rn(number, weight) for number in numbers_of(read)]
+        # What lies in the first row is read where a slot has none, and left out.
+        sums = [
+            ops.select(row >= 0, ops.add_rn(total, number), total)
+            for total, number in zip(sums, numbers, strict=True)
+        ]
+    both = zip(sums, numbers_of(more), strict=True)
+    return rounded_words([ops.add_rn(total, number) for total, number in both])
+
+
+def spread_words(
+    tensors: OnwardTensors, token: Any, stream: Any, read: list[list[Any]]
+) -> list[Any]:
+    """Return a stream's new words from those of all streams and of the output."""
+    first = token * (STREAMS * STREAMS) + stream
+    weights = [Float32(tensors.mix[first + row * STREAMS]) for row in range(STREAMS)]
+    weights.append(Float32(tensors.post[token * STREAMS + stream]))
+    numbers = [numbers_of(words) for words in read]
+    return rounded_words([weighted(weights, list(each)) for each in zip(*numbers, strict=True)])
+
+
+def fetch_piece(tensors: OnwardTensors, piece: Any, of_row: Any, lane: Any) -> None:
+    """Ask L2 for the piece's columns of the weight; a lane has every 32nd row."""
+    rows = BF16_PARTS * rows_of("layer")
+    start = tensors.weight.iterator.toint() + Int64(piece) * ROW_BYTES
+    for turn in range(-(-rows // LANES)):
+        row = lane + turn * LANES
+        if cutlass.const_expr((turn + 1) * LANES <= rows):
+            fetch_weights(start + Int64(row) * Int64(of_row) * 16, Uint32(ROW_BYTES))
+        else:
+            fetch_rest(start, row, of_row, rows)
+
+
+@cute.jit
+def fetch_rest(start: Any, row: Any, of_row: Any, rows: cutlass.Constexpr) -> None:
+    """Ask for a row of the last, incomplete turn."""
+    if row < rows:
+        fetch_weights(start + Int64(row) * Int64(of_row) * 16, Uint32(ROW_BYTES))
+
+
+@cute.kernel
+def onward_kernel(
+    tensors: OnwardTensors, extents: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
+    """Compute the new values of 64 columns of a stream, and their partial sums."""
+    thread, _, _ = cute.arch.thread_idx()
+    piece, _, _ = cute.arch.block_idx()
+    lane, piece = Int32(thread), Int32(piece)
+    tokens, of_row, per_stream = extents  # chunks of a row of the weight, pieces of a stream
+    fetch_piece(tensors, piece, of_row, lane)
+    follow()
+    project = form.project
+    memory = cutlass.memory.SmemAllocator()
+    stage = memory.allocate_tensor(
+        Uint32, cute.make_layout(project.stage_rows * ROW_BYTES // 4), 128
+    )
+    base = Int32(stage.iterator.toint())
+    feed = projection.feed_of(tensors, base, (Int32(0), Int32(0), of_row), project)
+    # No token is copied, so their rows are zeros until they are computed.
+    projection.ask(feed, (piece, Int32(0)), project)
+    cute.arch.cp_async_commit_group()
+
+    stream = piece // per_stream
+    vectors_of_row = per_stream * form.lanes
+    vector = piece % per_stream * form.lanes + lane % form.lanes
+    token = lane // form.lanes
+    rOwn = cute.make_rmem_tensor(form.words, Uint32)
+    rOwn.fill(0)
+    if token < tokens:
+        first = Int64(token) * STREAMS * Int64(vectors_of_row) + Int64(vector)
+        read = [
+            words_from(tensors.streams, first + Int64(row * vectors_of_row), form)
+            for row in range(STREAMS)
+        ]
+        own = Int64(token) * Int64(vectors_of_row) + Int64(vector)
+        if cutlass.const_expr(form.source == ROWS):
+            made = summed_words(tensors, token, (Int64(vector), vectors_of_row), form)
+            if stream == 0:
+                store(tensors.summed, own, made)
+        else:
+            made = words_from(tensors.made, own, form)
+        new = spread_words(tensors, token, stream, [*read, made])
+        store(tensors.out, first + Int64(stream) * Int64(vectors_of_row), new)
+        fill(rOwn, new)
+    # Zeros have landed where tokens go now.
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()
+    layout = cute.make_layout((form.words, FLAT), stride=(1, form.words))
+    in_vectors = cute.make_tensor(stage.iterator, layout)
+    if token < tokens:
+        cute.autovec_copy(rOwn, in_vectors[None, row_place(token, lane % form.lanes, form)])
+    cute.arch.sync_threads()
+
+    shape = cute.make_layout((projection.OF_TILE, project.tiles, 1))
+    rows = project.tokens_of_warp // 8
+    sums, group = (
+        (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(rows, Float32))
+        for _ in range(2)
+    )
+    for each in (sums, group):
+        each[0].fill(0.0)
+        each[1].fill(0.0)
+    projection.add_stage(base, sums, project)
+    projection.add_piece(group, sums)
+    pieces = per_stream * STREAMS
+    projection.store_sums(tensors, group, (piece, pieces, tokens, Int32(0)), project)
+
+
+def row_place(token: Any, part: Any, form: OnwardForm) -> Any:
+    """Return where a lane's words of a token lie in the stage, in vectors of its words."""
+    vectors_of_chunk = 4 // form.words
+    chunk = chunk_place(token, part // vectors_of_chunk)
+    return token * form.lanes + chunk * vectors_of_chunk + part % vectors_of_chunk
+
+
+@cute.jit
+def launch_onward(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch on tokens, chunks of a row of the weight, pieces of a stream, pieces."""
+    streams, made, post, mix, weight, places, weights, shared, out, partials, summed = pointers
+    words = form.words
+    tensors = OnwardTensors(
+        vectors(streams, words), vectors(made, words), vectors(post, 0), vectors(mix, 0),
+        vectors(weight, 0), vectors(places, 0), vectors(weights, 0), vectors(shared, words),
+        vectors(out, words), vectors(partials, 2), vectors(partials, 0), vectors(summed, words),
+    )  # fmt: skip
+    tokens, of_row, per_stream, pieces = extents
+    onward_kernel(tensors, (tokens, of_row, per_stream), form).launch(
+        grid=[pieces, 1, 1], block=[LANES, 1, 1], use_pdl=EARLY, stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+def _numbers(of: LaunchContext[OnwardProblem, OnwardForm]) -> tuple[Any, ...]:
+    problem = of.problem
+    inner = problem.project.inner
+    return ((problem.tokens, inner // 8, problem.width // STEP, InnerCut(inner).pieces),)
+
+
+_Operand = Operand[OnwardProblem]
+_VALUES, _NUMBERS = Storage(Uint32, torch.bfloat16, 16), Storage(Float32, torch.float32, 16)
+_OF_ROWS = Presence[Any](
+    lambda of: of.source == ROWS, "Give it where the output is a sum of experts' rows."
+)
+_APART = Presence[Any](
+    lambda p: p.source == ROWS and not p.rides,
+    "Give it where the shared expert's rows are not among the experts'.",
+)
+KERNEL = Kernel[OnwardProblem, OnwardForm](
+    entry=launch_onward,
+    operands=(
+        _Operand("streams", _VALUES, lambda p: (p.tokens, STREAMS, p.width)),
+        _Operand(
+            "made",
+            _VALUES,
+            lambda p: (p.rows if p.source == ROWS else p.tokens, p.width),
+            label="output of a sublayer",
+        ),
+        _Operand("post", _NUMBERS, lambda p: (p.tokens, STREAMS)),
+        _Operand("mix", _NUMBERS, lambda p: (p.tokens, STREAMS, STREAMS)),
+        _Operand(
+            "split",
+            _VALUES,
+            lambda p: (BF16_PARTS, p.project.weight_rows, p.project.inner),
+            label="weight",
+        ),
+        _Operand(
+            "places",
+            Storage(Int32, torch.int32, 4),
+            lambda p: (p.tokens * p.chosen,),
+            _OF_ROWS,
+        ),
+        _Operand(
+            "weights",
+            Storage(Float32, torch.float32, 4),
+            lambda p: (p.tokens, p.chosen),
+            _OF_ROWS,
+            label="routing weights",
+        ),
+        _Operand(
+            "shared",
+            _VALUES,
+            lambda p: (p.tokens, p.width),
+            _APART,
+            label="shared expert's output",
+            address_of="made",
+        ),
+        _Operand("out", _VALUES, lambda p: (p.tokens, STREAMS, p.width), output=True),
+        _Operand(
+            "partials",
+            _NUMBERS,
+            lambda p: (p.tokens, InnerCut(p.project.inner).pieces, LINE),
+            output=True,
+            label="partial sums",
+        ),
+        _Operand(
+            "summed",
+            _VALUES,
+            lambda p: (p.tokens, p.width),
+            _OF_ROWS,
+            output=True,
+            label="sum of experts' rows",
+        ),
+    ),
+    choose_form=facts.choose_onward_form,
+    kinds=((Int32,) * 4,),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+)
+compile_form = KERNEL.compile_form
