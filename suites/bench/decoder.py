@@ -22,6 +22,7 @@ from degarble.harness.backends.graph.decoder import PIECE
 from degarble.harness.backends.graph.layers import V4Steps, V32Steps
 from degarble.harness.backends.graph.matrices import (
     FEW_ROWS,
+    JOINED,
     PRODUCTS,
     TILES,
     CodedGroups,
@@ -312,11 +313,13 @@ class Given:
     entry: str  # of the caches
     context: int = CONTEXT
     products: str = TILES  # how NVFP4 is multiplied by NVFP4
+    joined: tuple[str, ...] = JOINED  # short launches that very few lanes make as one
 
     def recorded(self, run: Callable[..., object], weights: Any, shared: Callable[[], Any]) -> Step:
         self.kernels.calls = []
         run()
-        return Step(run, self.kernels.calls, weights, shared)
+        calls, self.kernels.calls = self.kernels.calls, []  # what follows is none of this step's
+        return Step(run, calls, weights, shared)
 
 
 def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
@@ -324,7 +327,9 @@ def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
     config, found = given.config, []
     room = MemorySize(lanes, given.context, config.sliding_window, given.entry)
     for _ in range(SETS):
-        stepping = V4Steps(given.kernels, config, Switches(), room, given.products)
+        stepping = V4Steps(
+            given.kernels, config, Switches(), room, given.products, joined=given.joined
+        )
         weights = layer(config, block, given.every, given.recipe)
         weights = for_products(weights, given.products)
         indexes = weights.attn.indexer is not None
@@ -337,10 +342,12 @@ def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
         sees_all = (block.ratio,) if block.ratio and not indexes else ()
 
         lists = partial(stepping.lists, sees_all)
+        # What a layer hands on is what the next one is given: streams, or what to spread on them.
+        entering = stepping.layer(weights, memory, lists(), streams)
 
         def run(
             shared: Any = None, s: Any = stepping, w: Any = weights, m: Any = memory,
-            x: Any = streams, every: Any = lists,
+            x: Any = entering, every: Any = lists,
         ) -> object:  # fmt: skip
             return s.layer(w, m, shared or every(), x)
 
@@ -353,7 +360,9 @@ def steps_of_v32(given: Given, block: Block, lanes: int, rows: int) -> list[Step
     config, found = given.config, []
     room = MemorySize(lanes, given.context, 1, given.entry)
     for _ in range(SETS):
-        stepping = V32Steps(given.kernels, config, Switches(), room, rows, given.products)
+        stepping = V32Steps(
+            given.kernels, config, Switches(), room, rows, given.products, joined=given.joined
+        )
         weights = layer_v32(config, block, given.every, given.recipe)
         weights = for_products(weights, given.products)
         memory = latent_memory_of(room, gpu.DEVICE)
