@@ -380,6 +380,18 @@ def _decoded_rows(values: Tensor, scale: Tensor) -> Tensor:
     return _quantise(problem, {"values": values, "decode_scale": scale})[0]
 
 
+def _routed_rows(p: Any, t: Given) -> Made:
+    """Route; in place of decoded rows, those of tokens, which FROM_ROWS quantises."""
+    chosen, weights = _router(p.router, t)
+    moe = p.by_row.moe
+    require_tensor("x", t["x"], BF16, (moe.tokens, moe.hidden), 32)
+    require_tensor("input scales", t["w13_input_scale"], F32, (p.by_row.experts,), 4)
+    slots = t["x"].repeat_interleave(moe.chosen, 0)
+    rows = torch.cat((t["x"], slots)) if p.by_row.shared else slots
+    places = torch.arange(moe.slots, dtype=torch.int32) + p.by_row.shared_rows
+    return chosen, weights, rows, places
+
+
 STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "simt_embed": _embed,
     "simt_rmsnorm": _rmsnorm,
@@ -420,6 +432,8 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "sm90_moe_nvfp4": layer.experts,
     "sm90_moe_by_row": layer.experts_by_row,
     "sm90_moe_by_row.PRODUCTS": layer.rows_by_row,
+    "sm90_moe_by_row.FROM_ROWS": layer.products_from_rows,
+    "simt_routed_rows": _routed_rows,
     "sm90_moe_by_row.SUM": layer.sum_by_row,
     "sm90_shared_expert": layer.shared_expert,
 }

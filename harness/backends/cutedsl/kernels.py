@@ -295,6 +295,10 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "sm90_moe_by_row.PRODUCTS": lambda p, _: (
         f"{p.moe.experts} experts{' and the shared one' if p.shared else ''}, not added up"
     ),
+    "sm90_moe_by_row.FROM_ROWS": lambda p, _: f"{p.moe.experts} experts, of rows, not added up",
+    "simt_routed_rows": lambda p, _: (
+        f"{'by table' if p.router.vocabulary else p.router.scoring}, rows as well"
+    ),
     "sm90_moe_by_row.SUM": lambda p, _: f"sum of {p.chosen} rows",
     "sm90_moe_by_row.ALONE": lambda _p, _: "one row of a matrix",
     "sm90_shared_expert": lambda _p, _: "nvfp4",

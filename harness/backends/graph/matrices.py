@@ -30,7 +30,7 @@ from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProb
 from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import LARGEST_ROWS, W4A16Problem
 from degarble.kernels.moe import by_row_problem
-from degarble.kernels.moe.by_row_problem import ByRowProblem
+from degarble.kernels.moe.by_row_problem import ByRowProblem, RoutedRowsProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from degarble.harness.backends.cutedsl.kernels import ComponentPart, Kernels
     from degarble.harness.formats.weight import Weight
     from degarble.kernels.moe.problem import MoeProblem
+    from degarble.kernels.rows.router_problem import RouterProblem
 
 BF16, NVFP4, FP8, W4A16, W4A16_WGMMA = (
     f"sm90_gemm_{each}" for each in ("bf16", "nvfp4", "fp8_block", "w4a16", "w4a16_wgmma")
@@ -57,6 +58,7 @@ STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 # not on the number of its lanes nor on who is awake.
 ALONE = "sm90_moe_by_row.ALONE"  # one row of a matrix
 PRODUCTS_BY_ROW = "sm90_moe_by_row.PRODUCTS"  # of experts, not added up
+FROM_ROWS = "sm90_moe_by_row.FROM_ROWS"  # likewise, of rows that the router's launch made
 SUM_BY_ROW = "sm90_moe_by_row.SUM"
 TILES, FEW_ROWS = PRODUCTS = ("tiles", "few-rows")
 MOST_ROWS = LARGEST_ROWS
@@ -65,8 +67,10 @@ VERY_FEW_ROWS = 4  # up to which experts by row are not slower: docs/design-note
 
 # Short launches that graphs of very few lanes make as one, with the same bits. Streams: mHC's
 # spread with the next projection, and its mixing with the norm behind it. Norm: a query's latent
-# normed and decoded. Turn: heads are turned back where the GEMV reads them.
-STREAMS_JOINED, NORM_JOINED, TURN_JOINED = JOINED = ("streams", "norm", "turn")
+# normed and decoded. Turn: heads are turned back where the GEMV reads them. Route: the router makes
+# experts' rows.
+JOINED = ("streams", "norm", "turn", "route")
+STREAMS_JOINED, NORM_JOINED, TURN_JOINED, ROUTE_JOINED = JOINED
 
 
 def require_products(products: str, rows: int) -> None:
@@ -403,6 +407,26 @@ def rows_of_experts(
         PRODUCTS_BY_ROW, problem, x=given["x"], experts=given["experts"], **tensors
     )
     return ExpertRows(products, places, weights, shared, problem)
+
+
+def rows_routed(
+    kernels: Kernels,
+    experts: Experts,
+    moe: MoeProblem,
+    router: RouterProblem,
+    given: Mapping[str, Tensor | None],
+) -> tuple[Tensor, ExpertRows]:
+    """Choose experts and make their rows in one launch; return the choice, and what they made."""
+    shared = given["shared"]
+    problem = ByRowProblem(moe, shared is None)
+    tensors = experts.tensors if shared is None else experts.routed
+    chosen, weights, rows, places = kernels.run(
+        "simt_routed_rows", RoutedRowsProblem(router, problem),
+        **{name: tensor for name, tensor in given.items() if name != "shared"},
+        w13_input_scale=tensors["w13_input_scale"],
+    )  # fmt: skip
+    (products,) = kernels.run(FROM_ROWS, problem, x_rows=rows, experts=chosen, **tensors)
+    return chosen, ExpertRows(products, places, weights, shared, problem)
 
 
 def added_up(kernels: Kernels, rows: ExpertRows) -> Tensor:

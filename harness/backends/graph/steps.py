@@ -18,11 +18,13 @@ from degarble.harness.backends.graph.matrices import (
     FEW_ROWS,
     JOINED,
     NORM_JOINED,
+    ROUTE_JOINED,
     TILES,
     VERY_FEW_ROWS,
     W4A16,
     ExpertRows,
     Experts,
+    added_up,
     by_gemv,
     dense_product,
     experts_by_row,
@@ -32,6 +34,7 @@ from degarble.harness.backends.graph.matrices import (
     multiply,
     require_products,
     rows_of_experts,
+    rows_routed,
     widely,
 )
 from degarble.harness.backends.graph.weights import table_of_turns
@@ -441,12 +444,17 @@ class DecoderSteps(ABC):
         given = {"table": w.source, "ids": self.lanes.tokens} if table else {"bias": w.source}
         logits = self.widely(w.gate, x)
         self.shown("ffn.gate", x=x, out=logits)
-        experts, weights = self.kernels.run("simt_router", router, logits=logits, **given)
         tokens = {"tokens": self.lanes.tokens} if table else {}
-        self.shown("ffn.topk", logits=logits, experts=experts, weights=weights, **tokens)
         counts = (c.n_routed_experts, c.num_experts_per_tok, c.n_routed_experts)
         sizes = (rows, c.hidden_size, c.moe_intermediate_size)
         problem = MoeProblem(*sizes, *counts, limit, AFTER_W2)
+        if ROUTE_JOINED in self.joined:
+            of_rows = {"x": x, "logits": logits, "shared": shared, **given}
+            experts, made = rows_routed(self.kernels, w.experts, problem, router, of_rows)
+            self.shown("ffn.topk", logits=logits, experts=experts, weights=made.weights, **tokens)
+            return made if summed_later else added_up(self.kernels, made)
+        experts, weights = self.kernels.run("simt_router", router, logits=logits, **given)
+        self.shown("ffn.topk", logits=logits, experts=experts, weights=weights, **tokens)
         of_tokens = {"x": x, "experts": experts, "weights": weights, "shared": shared}
         if summed_later:
             return rows_of_experts(self.kernels, w.experts, problem, of_tokens)
