@@ -64,8 +64,14 @@ class GemvProblem:
     groups: int = 1
     turned: int = 0  # values of a head, of heads whose last 64 are turned back before the product
     positions: int = 0  # rows of the table of turns
+    decoded: bool = False  # whether sums are quantised to NVFP4 and decoded as well
 
     def __post_init__(self) -> None:
+        if self.decoded and not decodes(self.rows, self.columns, self.groups, self.out):
+            raise ShapeMismatch(
+                "sums to quantise", (self.columns, self.out),
+                f"bf16, and whole rounds of {WARPS} warps in a group", "Quantise them apart.",
+            )  # fmt: skip
         if (self.turned > 0) != (self.positions > 0):
             raise InvalidArgument(
                 "positions of the table of turns", self.positions,
@@ -121,6 +127,12 @@ class GemvForm:
     target: str
     walk: GemvWalk
     turned: int = 0
+    decoded: bool = False
+
+    @property
+    def together(self) -> int:
+        """Return the neighbouring sums of a row that a thread block makes in a round."""
+        return WARPS * self.walk.together
 
 
 def rows_of_form(rows: int) -> int:
@@ -138,9 +150,20 @@ def inner_held(rows: int) -> int:
 def choose_form(problem: GemvProblem, target: str) -> GemvForm:
     """Return the form that answers a problem."""
     rows = rows_of_form(problem.rows)
+    walk = walk_of(rows, problem.sums)
+    return GemvForm(rows, problem.out, target, walk, problem.turned, problem.decoded)
+
+
+def walk_of(rows: int, sums: int) -> GemvWalk:
+    """Return how so many sums of each of a form's rows are walked."""
     walks = OF_ONE_ROW if rows == 1 else OF_SEVERAL
-    walk = next(walk for walk in walks if problem.sums >= walk.least_sums)
-    return GemvForm(rows, problem.out, target, walk, problem.turned)
+    return next(walk for walk in walks if sums >= walk.least_sums)
+
+
+def decodes(rows: int, columns: int, groups: int = 1, out: str = "bf16") -> bool:
+    """Return whether sums can be quantised where they are made: by whole rounds of all warps."""
+    walk = walk_of(rows_of_form(rows), columns * groups)
+    return out == "bf16" and columns % (WARPS * walk.together) == 0
 
 
 def steps(problem: GemvProblem, walk: GemvWalk) -> int:
@@ -152,7 +175,8 @@ def steps(problem: GemvProblem, walk: GemvWalk) -> int:
 def grid(problem: GemvProblem, walk: GemvWalk, processors: int) -> tuple[int, int]:
     """Return the thread blocks of a group, and the groups: one block a multiprocessor at most."""
     bundles: int = ceil_div(problem.columns, walk.together)
-    return min(bundles, max(1, processors // problem.groups)), problem.groups
+    rounds = bundles // WARPS if problem.decoded else bundles
+    return min(rounds, max(1, processors // problem.groups)), problem.groups
 
 
 # ---- the arithmetic of a lane --------------------------------------------------------------------

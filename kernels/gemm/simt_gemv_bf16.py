@@ -4,7 +4,9 @@ out [M, N] = x [M, K] W^T with W [N, K]; or G such products, x [M, G K], W [G N,
 Float32 sums by fma, rounded once (BF16) or stored as they are. gemv_problem states the order of
 every sum, so results have defined bits. Where x are attention's heads, the last 64 values of each
 may be turned back (inverse RoPE, rounded to BF16) on their way to shared memory; a position outside
-of the table of turns makes them NaN, as in simt_inverse_rope.
+of the table of turns makes them NaN, as in simt_inverse_rope. Where an NVFP4 product follows, sums
+are quantised and decoded as well (`decoded`): then a thread block's warps have neighbouring bundles,
+meet after each, and share the blocks of 16 sums that they have made.
 
 One thread block of 16 warps per multiprocessor. All threads copy their group's x to shared memory
 once (zeros beyond M and K), then each warp takes bundles of T rows of W, 16 warps x blocks apart:
@@ -36,18 +38,32 @@ from degarble.kernels.gemm.gemv_problem import (
 )
 from degarble.kernels.primitives.device_words import (
     NAN,
+    block_amax,
     fill,
+    half_code_word,
     load_turn,
     numbers_of,
+    nvfp4_values,
     registers_of,
+    rounded_words,
+    scale_code_of,
+    scaling_of,
+    store,
     turned_words,
-    vectors as flat_vectors,
     warp_folded,
     words_of,
 )
+from degarble.kernels.primitives.device_words import vectors as flat_vectors
 from degarble.kernels.primitives.kv_problem import PAIRS_OF_LANE, TABLE_WIDTH
 from degarble.kernels.rows.problem import first_turned
-from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.kernel import (
+    Kernel,
+    LaunchContext,
+    Operand,
+    Presence,
+    Storage,
+    as_vector,
+)
 from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
 
 WORDS = VECTOR // 2
@@ -84,7 +100,7 @@ def gemv_kernel(
     tensors: tuple[cute.Tensor, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
 ) -> None:
     """Copy the activations to shared memory, then sum up bundles of rows of the weight."""
-    activations, weight, out, *turning = tensors
+    activations, weight, out, turning, coding = tensors
     rows, columns, vectors, steps, positions = extents
     together, most_ahead = form.walk.together, form.walk.ahead
     thread, _, _ = cute.arch.thread_idx()
@@ -92,6 +108,8 @@ def gemv_kernel(
     walkers, groups, _ = cute.arch.grid_dim()
     lane, warp = Int32(thread) % LANES, Int32(thread) // LANES
     own = Int32(block) + Int32(walkers) * warp
+    if cutlass.const_expr(form.decoded):
+        own = Int32(block) * WARPS + warp
     above = Int64(group) * Int64(columns)  # sums of the groups before
     fetch_bundle(weight, (own, above), (columns, vectors), lane, together)
     follow()
@@ -116,6 +134,14 @@ def gemv_kernel(
             cute.autovec_copy(rVector, sVectors[None, place, row])
     cute.arch.sync_threads()
 
+    sSums: Any = None
+    scaling: Any = None
+    if cutlass.const_expr(form.decoded):
+        # Of two rounds, so that one barrier a round is enough.
+        of_round = cute.make_layout((form.together, form.rows, 2))
+        sSums = allocator.allocate_tensor(Float32, of_round, 16)
+        scaling = scaling_of(Float32(coding[0][0]), None)
+    turn = Int32(0)
     bundles, stride = (columns + (together - 1)) // together, Int32(walkers) * WARPS
     for bundle in cutlass.range(own, bundles, stride, unroll=1):
         rSums = cute.make_rmem_tensor(cute.make_layout((together, form.rows)), Float32)
@@ -135,6 +161,46 @@ def gemv_kernel(
         if (row < rows) & (column < columns):
             at = (Int64(row) * Int64(groups) + Int64(group)) * Int64(columns) + Int64(column)
             out[at] = mine.to(out.element_type)
+        if cutlass.const_expr(form.decoded):
+            if row < form.rows:
+                sSums[warp * together + lane % together, row, turn] = mine
+            cute.arch.sync_threads()
+            first = (bundle - warp) * together
+            of_row = Int64(groups) * Int64(columns)
+            place = (Int64(group) * Int64(columns) + Int64(first), of_row, rows)
+            decode_round(sSums, coding[1], (Int32(thread), turn, place), scaling, form)
+            turn = 1 - turn
+
+
+@cute.jit
+def decode_round(
+    sSums: Any,
+    decoded: Any,
+    told: tuple[Any, Any, tuple[Any, Any, Any]],
+    scaling: Any,
+    form: cutlass.Constexpr,
+) -> None:
+    """Quantise and decode a round's sums, half a block of 16 a thread.
+
+    Told are the thread, the round's place in shared memory, and the round's first sum of row 0, the
+    sums of a row, and the rows.
+    """
+    thread, turn, (first, of_row, rows) = told
+    halves = form.together // VECTOR
+    half, row = thread % halves, thread // halves
+    if row < form.rows:
+        numbers = [Float32(sSums[half * VECTOR + i, row, turn]) for i in range(VECTOR)]
+        words = rounded_words(numbers)
+        largest = block_amax(words)
+        mask = (1 << min(LANES, halves * form.rows)) - 1
+        other = cute.arch.shuffle_sync_bfly(largest, offset=1, mask=mask)
+        largest = ops.maximum(largest, Float32(other))
+        code = scale_code_of(largest, scaling.share)
+        factor = ops.nvfp4_block_encode_scale(code, scaling.encode)
+        values = nvfp4_values(half_code_word(words, factor, form.target), code)
+        if row < rows:
+            vector = (Int64(row) * of_row + first) // VECTOR + Int64(half)
+            store(decoded, vector, values)
 
 
 @cute.jit
@@ -207,7 +273,7 @@ def launch_gemv(
 ) -> None:
     """Launch: rows, columns, vectors of K, steps along K, blocks of a group, groups, positions."""
     rows, columns, vectors, steps, walkers, groups, positions = extents
-    activations, weight, out, *turning = pointers
+    activations, weight, out, *more = pointers
     flat = 1 << 30
     of_vectors = cute.make_layout((WORDS, flat), stride=(1, WORDS))
     tensors = (
@@ -215,8 +281,13 @@ def launch_gemv(
         cute.make_tensor(weight, of_vectors),
         cute.make_tensor(out, cute.make_layout(flat)),
     )
+    turning, coding = (), ()
     if cutlass.const_expr(form.turned > 0):
-        tensors += tuple(map(flat_vectors, turning, (PAIRS_OF_LANE, 0)))
+        turning = tuple(map(flat_vectors, more, (PAIRS_OF_LANE, 0)))
+        more = more[2:]
+    if cutlass.const_expr(form.decoded):
+        coding = tuple(map(flat_vectors, more, (0, WORDS)))
+    tensors += (turning, coding)
     gemv_kernel(tensors, (rows, columns, vectors, steps, positions), form).launch(
         grid=[walkers, groups, 1],
         block=[WARPS * LANES, 1, 1],
@@ -244,6 +315,7 @@ _OUT = {
 _TURNED = Presence[Any](
     lambda of: of.turned > 0, "Give it where heads are turned back before the product."
 )
+_DECODED = Presence[Any](lambda of: of.decoded, "Give it where sums are quantised.")
 KERNEL = Kernel[GemvProblem, GemvForm](
     entry=launch_gemv,
     operands=(
@@ -269,6 +341,23 @@ KERNEL = Kernel[GemvProblem, GemvForm](
             lambda p: (p.rows,),
             _TURNED,
             passed=False,
+        ),
+        _Operand(
+            "decode_scale",
+            Storage(Float32, torch.float32, 4),
+            lambda _: (1,),
+            _DECODED,
+            passed=False,
+            checked=as_vector,
+        ),
+        _Operand(
+            "decoded",
+            _VECTORS,
+            lambda p: (p.rows, p.sums),
+            _DECODED,
+            output=True,
+            passed=False,
+            label="decoded sums",
         ),
     ),
     choose_form=facts.choose_form,

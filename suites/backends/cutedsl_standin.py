@@ -88,7 +88,8 @@ def _gemv(p: Any, t: Given) -> Made:
         x = _inverse_rope(heads, {**t, "heads": x.reshape(p.rows, -1, p.turned)})[0].flatten(1)
     pairs = zip(x.float().chunk(p.groups, 1), t["weight"].float().chunk(p.groups), strict=True)
     out = torch.cat([x @ weight.T for x, weight in pairs], 1)
-    return (out.to(BF16 if p.out == "bf16" else F32),)
+    out = out.to(BF16 if p.out == "bf16" else F32)
+    return (out, _decoded_rows(out, t["decode_scale"])) if p.decoded else (out,)
 
 
 def _gemm_bf16(p: Any, t: Given) -> Made:

@@ -247,7 +247,10 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "simt_residual_norm": lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum",
     "simt_scale": lambda p, _: f"{p.source} to {p.out}",
     "simt_latent_query": _plain,
-    "simt_gemv_bf16": lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}",
+    "simt_gemv_bf16": lambda p, _: (
+        f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}"
+        f"{', turned back' if p.turned else ''}{', decoded as well' if p.decoded else ''}"
+    ),
     "sm90_gemm_bf16": _gemm_tactic,
     "sm90_gemm_nvfp4": _gemm_tactic,
     "sm90_gemm_fp8_block": _gemm_tactic,

@@ -10,6 +10,7 @@ import torch
 
 from degarble.harness.backends.cutedsl.attention import by_head
 from degarble.harness.backends.graph.matrices import (
+    CODE_JOINED,
     JOINED,
     STREAMS_JOINED,
     TILES,
@@ -307,7 +308,8 @@ class V4Steps(DecoderSteps):
         splits = self.splits(near, far) if far else self.splits(near)
         problem = AttentionProblem(len(x), heads.shape[1], near, far, "decode", splits=splits)
         out = run("sm90_sparse_attention", problem, q=q, sink=w.sink, **more)[0]
-        return self._product("attn.wo_b", w.wo_b, self._turned_back(w, out, table))
+        low, *of_low = self._turned_back(w, out, table)
+        return self._product("attn.wo_b", w.wo_b, low, *of_low)
 
     def _product(
         self, role: str, matrix: Matrix, x: Tensor, decoded: Tensor | None = None
@@ -316,27 +318,32 @@ class V4Steps(DecoderSteps):
         self.shown(role, x=x, out=out)
         return out
 
-    def _turned_back(self, w: AttentionWeights, out: Tensor, table: Tensor) -> Tensor:
-        """Apply inverse RoPE and wo_a: one kernel, or more if groups are narrow."""
+    def _turned_back(self, w: AttentionWeights, out: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        """Apply inverse RoPE and wo_a: one kernel, or more if groups are narrow.
+
+        The result may be followed by itself quantised for wo_b and decoded.
+        """
         lanes, heads = out.shape[:2]
         positions, groups = self.lanes.positions, w.wo_a
         if isinstance(groups, CodedGroups):
-            return coded_product(self.kernels, groups, out, (table, positions))
-        of, by_gemv = 1 if groups.dense else groups.groups, self.takes_gemv(groups.weight.shape[1])
+            return (coded_product(self.kernels, groups, out, (table, positions)),)
+        by_gemv = self.takes_gemv(groups.weight.shape[1])
         if by_gemv and TURN_JOINED in self.joined:
-            return gemv_turned(self.kernels, groups.weight, out, of, (table, positions))
+            scale = self.scale_decoded(w.wo_b) if CODE_JOINED in self.joined else None
+            return gemv_turned(self.kernels, groups, out, (table, positions), scale)
         if groups.dense or by_gemv:
             back = InverseRopeProblem(lanes, heads, len(table))
             (turned,) = self.kernels.run(
                 "simt_inverse_rope", back, heads=out, turns=table, positions=positions
             )
-            return self.dense(groups.weight, turned.flatten(1), of)
+            of = 1 if groups.dense else groups.groups
+            return (self.dense(groups.weight, turned.flatten(1), of),)
         columns, inner = groups.weight.shape[0] // groups.groups, groups.weight.shape[1]
         problem = GroupedProblem(lanes, groups.groups, columns, inner, WIDTH, len(table))
         return self.kernels.run(
             "sm90_gemm_grouped", problem, a=out.flatten(1), b=groups.weight, turns=table,
             positions=positions,
-        )[0]  # fmt: skip
+        )  # fmt: skip
 
     def _write_latent(
         self, weights: LayerWeights, memory: LayerMemory, lists: Lists, latent: Tensor

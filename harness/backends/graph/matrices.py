@@ -25,7 +25,7 @@ from degarble.harness.backends.cutedsl.linears import (
 )
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
-from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held
+from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, decodes, inner_held
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem, turns_first
 from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import LARGEST_ROWS, W4A16Problem
@@ -68,9 +68,9 @@ VERY_FEW_ROWS = 4  # up to which experts by row are not slower: docs/design-note
 # Short launches that graphs of very few lanes make as one, with the same bits. Streams: mHC's
 # spread with the next projection, and its mixing with the norm behind it. Norm: a query's latent
 # normed and decoded. Turn: heads are turned back where the GEMV reads them. Route: the router makes
-# experts' rows.
-JOINED = ("streams", "norm", "turn", "route")
-STREAMS_JOINED, NORM_JOINED, TURN_JOINED, ROUTE_JOINED = JOINED
+# experts' rows. Code: the GEMV quantises what it has made for the product behind it.
+JOINED = ("streams", "norm", "turn", "route", "code")
+STREAMS_JOINED, NORM_JOINED, TURN_JOINED, ROUTE_JOINED, CODE_JOINED = JOINED
 
 
 def require_products(products: str, rows: int) -> None:
@@ -244,19 +244,24 @@ def by_gemv(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, out: str, groups:
 
 def gemv_turned(
     kernels: Kernels,
-    weight_NK: Tensor,
+    groups: DenseGroups,
     heads_MHL: Tensor,
-    groups: int,
     turning: tuple[Tensor, Tensor],
-) -> Tensor:
-    """Turn heads back and multiply groups of them, each by its own weight, in one launch."""
+    scale: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Turn heads back and multiply groups of them, each by its own weight, in one launch.
+
+    With a scale the products are quantised by it where that can be, and returned decoded as well.
+    """
     (table, positions), (rows, _, width) = turning, heads_MHL.shape
-    columns, inner = weight_NK.shape[0] // groups, weight_NK.shape[1]
-    problem = GemvProblem(rows, columns, inner, "bf16", groups, width, len(table))
+    of, weight = 1 if groups.dense else groups.groups, groups.weight
+    columns, inner = weight.shape[0] // of, weight.shape[1]
+    coded = scale is not None and decodes(rows, columns, of)
+    problem = GemvProblem(rows, columns, inner, "bf16", of, width, len(table), coded)
     return kernels.run(
-        "simt_gemv_bf16", problem, x=heads_MHL.flatten(1), weight=weight_NK, turns=table,
-        positions=positions,
-    )[0]  # fmt: skip
+        "simt_gemv_bf16", problem, x=heads_MHL.flatten(1), weight=weight, turns=table,
+        positions=positions, decode_scale=scale if coded else None,
+    )  # fmt: skip
 
 
 def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:

@@ -116,11 +116,14 @@ BY_JOINED = {
     "streams": ({"simt_mhc_onward", "simt_mhc_norm"}, set()),
     "norm": (set(), set()),
     "turn": (set(), {"simt_inverse_rope"}),
+    "code": (set(), set()),
     "route": ({"simt_routed_rows", "sm90_moe_by_row.FROM_ROWS"}, {"simt_router"}),
 }
 
 
-@pytest.mark.parametrize("joined", [(), JOINED, *((each,) for each in JOINED)], ids="-".join)
+@pytest.mark.parametrize(
+    "joined", [(), JOINED, *((each,) for each in JOINED), ("turn", "code")], ids="-".join
+)
 def test_products_of_few_rows_have_the_arithmetic_of_tiles(
     opened: OpenModel, one_by_one: torch.Tensor, joined: tuple[str, ...]
 ) -> None:
