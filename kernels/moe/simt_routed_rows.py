@@ -49,7 +49,7 @@ def routed_rows_kernel(
 ) -> None:
     """Route the token of a row, then quantise and decode a part of the row."""
     follow()
-    tokens, experts, vocabulary, blocks, shared, count = extents
+    experts, vocabulary, blocks, shared, count = extents
     thread, _, _ = cute.arch.thread_idx()
     part, row, _ = cute.arch.block_idx()
     thread, row = Uint32(thread), Uint32(row)
@@ -97,7 +97,7 @@ def launch_routed_rows(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch on tokens, experts, table rows, blocks, shared rows, all experts; grid along x, y."""
+    """Launch on experts, table rows, blocks, shared rows, all experts; grid along x and y."""
     *known, along, rows = extents
     logits, bias, ids, table, values, scales, experts, weights, decoded, places = pointers
     router = simt_router.RouterTensors(*flat((logits, bias, ids, table, experts, weights)))
@@ -118,7 +118,7 @@ def launch_routed_rows(
 
 def _numbers(of: LaunchContext[RoutedRowsProblem, RoutedRowsForm]) -> tuple[Any, ...]:
     problem, router = of.problem, of.problem.router
-    extents = (router.tokens, router.experts, router.vocabulary, problem.blocks)
+    extents = (router.experts, router.vocabulary, problem.blocks)
     counts = (problem.by_row.shared_rows, problem.by_row.experts)
     return (*extents, *counts, *problem.grid), (router.scale, router.epsilon)
 
@@ -155,17 +155,13 @@ KERNEL = Kernel[RoutedRowsProblem, RoutedRowsForm](
         _Operand(
             "w13_input_scale", FLOATS, lambda p: (p.by_row.experts,), label="input scales of w13"
         ),
-        _Operand(
-            "experts", INTEGERS, lambda p: (p.router.tokens, p.router.chosen), output=True
-        ),
+        _Operand("experts", INTEGERS, lambda p: (p.router.tokens, p.router.chosen), output=True),
         _Operand("weights", FLOATS, lambda p: (p.router.tokens, p.router.chosen), output=True),
-        _Operand(
-            "x_rows", _VALUES, lambda p: (p.by_row.rows, p.by_row.moe.hidden), output=True
-        ),
+        _Operand("x_rows", _VALUES, lambda p: (p.by_row.rows, p.by_row.moe.hidden), output=True),
         _Operand("places", INTEGERS, lambda p: (p.by_row.moe.slots,), output=True),
     ),
     choose_form=facts.choose_routed_form,
-    kinds=((Int32,) * 8, (Float32,) * 2),
+    kinds=((Int32,) * 7, (Float32,) * 2),
     numbers=_numbers,
     work=lambda problem: problem.by_row.rows,
 )

@@ -137,7 +137,7 @@ def weight_of(score: Any, scale: Any, epsilon: Any, form: RouterForm) -> Any:
 
 
 @cute.jit
-def routed(  # noqa: PLR0915  one token: what a lane holds would have to be handed on
+def routed(
     tensors: RouterTensors,
     place: tuple[Any, Any, Any],
     told: tuple[Any, ...],

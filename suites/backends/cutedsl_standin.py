@@ -28,6 +28,7 @@ from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
+from degarble.kernels.attention.problem import QueryProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.moe.problem import CombineProblem
 from degarble.kernels.primitives.kv_problem import WIDTH
@@ -78,9 +79,16 @@ def _residual_norm(p: Any, t: Given) -> Made:
 
 
 def _gemv(p: Any, t: Given) -> Made:
-    require_tensor("activations", t["x"], BF16, (p.rows, p.groups * p.inner), 16)
+    require_tensor("activations", t["x"], BF16, (p.rows, p.groups * (p.inner + p.beside)), 16)
     require_tensor("weight", t["weight"], BF16, (p.sums, p.inner), 16)
     x = t["x"]
+    if p.beside:
+        heads = x.reshape(p.rows, p.groups, -1)
+        plain = heads[..., : p.inner].flatten(1)
+        own = replace(p, beside=0, positions=0)
+        latent = _gemv(own, {**t, "x": plain})[0].reshape(p.rows, p.groups, -1)
+        query = QueryProblem(p.rows, p.groups, p.inner + p.beside, p.positions)
+        return (layer.latent_query(query, {**t, "latent": latent, "heads": heads})[0].flatten(1),)
     if p.turned:
         heads = InverseRopeProblem(
             p.rows, x.shape[1] // p.turned, p.positions, width=p.turned
@@ -370,9 +378,7 @@ def _mhc_norm(p: Any, t: Given) -> Made:
     }  # fmt: skip
     post, mix, out = _mhc(p.mix, {**t, **projected})
     (normed,) = _rmsnorm(p.norm, {"values": out, "weight": t["weight"]})
-    made = [
-        _decoded_rows(normed, t[f"decode_scale{number}"]) for number in range(p.decoded)
-    ]
+    made = [_decoded_rows(normed, t[f"decode_scale{number}"]) for number in range(p.decoded)]
     return (post, mix, out, normed, *made)
 
 

@@ -11,6 +11,7 @@ import torch
 from degarble.harness.backends.cutedsl.attention import by_head
 from degarble.harness.backends.graph.matrices import (
     CODE_JOINED,
+    HEADS_JOINED,
     JOINED,
     STREAMS_JOINED,
     TILES,
@@ -20,6 +21,8 @@ from degarble.harness.backends.graph.matrices import (
     added_up,
     coded_product,
     gemv_turned,
+    query_rows,
+    values_of_heads,
 )
 from degarble.harness.backends.graph.steps import PAGE, STEP, DecoderSteps, Normed, widened
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
@@ -587,11 +590,20 @@ class V32Steps(DecoderSteps):
             "sm90_sparse_attention", problem, q=q, sink=None,
             window_slots=slots, window_cache=memory.rows,
         )[0]  # fmt: skip
+        if self._by_gemv(w.value, out.shape[2]):
+            scale = self.scale_decoded(w.wo) if CODE_JOINED in self.joined else None
+            return self.multiply(w.wo, *values_of_heads(self.kernels, out, w.value, scale))
         return self.multiply(w.wo, by_head(self.kernels, out, w.value))
+
+    def _by_gemv(self, weight: Tensor, inner: int) -> bool:
+        """Tell whether the GEMV multiplies heads of so many values by their own matrices."""
+        return HEADS_JOINED in self.joined and weight.shape[1] == inner
 
     def _query(self, w: LatentWeights, heads: Tensor, table: Tensor) -> Tensor:
         """Multiply heads by their key matrices, and append their rotated parts: [B, H, 576]."""
         rows, count, width = heads.shape
+        if self._by_gemv(w.key, width - ROTATED):
+            return query_rows(self.kernels, heads, w.key, (table, self.lanes.positions))
         plain = heads[..., : width - ROTATED].contiguous()
         latent = by_head(self.kernels, plain, w.key).reshape(rows, count, WIDTH)
         problem = QueryProblem(rows, count, width, len(table))

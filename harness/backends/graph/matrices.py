@@ -31,6 +31,7 @@ from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import LARGEST_ROWS, W4A16Problem
 from degarble.kernels.moe import by_row_problem
 from degarble.kernels.moe.by_row_problem import ByRowProblem, RoutedRowsProblem
+from degarble.kernels.primitives.kv_problem import ROTATED
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 
 if TYPE_CHECKING:
@@ -68,9 +69,11 @@ VERY_FEW_ROWS = 4  # up to which experts by row are not slower: docs/design-note
 # Short launches that graphs of very few lanes make as one, with the same bits. Streams: mHC's
 # spread with the next projection, and its mixing with the norm behind it. Norm: a query's latent
 # normed and decoded. Turn: heads are turned back where the GEMV reads them. Route: the router makes
-# experts' rows. Code: the GEMV quantises what it has made for the product behind it.
-JOINED = ("streams", "norm", "turn", "route", "code")
-STREAMS_JOINED, NORM_JOINED, TURN_JOINED, ROUTE_JOINED, CODE_JOINED = JOINED
+# experts' rows. Code: the GEMV quantises what it has made for the product behind it. Heads: the
+# GEMV multiplies V3.2's heads, and leaves whole query rows, or sums in NVFP4; its order of sums is
+# another one than that of tiles.
+JOINED = ("streams", "norm", "turn", "route", "code", "heads")
+STREAMS_JOINED, NORM_JOINED, TURN_JOINED, ROUTE_JOINED, CODE_JOINED, HEADS_JOINED = JOINED
 
 
 def require_products(products: str, rows: int) -> None:
@@ -256,12 +259,45 @@ def gemv_turned(
     (table, positions), (rows, _, width) = turning, heads_MHL.shape
     of, weight = 1 if groups.dense else groups.groups, groups.weight
     columns, inner = weight.shape[0] // of, weight.shape[1]
-    coded = scale is not None and decodes(rows, columns, of)
-    problem = GemvProblem(rows, columns, inner, "bf16", of, width, len(table), coded)
+    problem = GemvProblem(rows, columns, inner, "bf16", of, width, len(table))
+    problem, coded = coding(problem, scale)
     return kernels.run(
         "simt_gemv_bf16", problem, x=heads_MHL.flatten(1), weight=weight, turns=table,
-        positions=positions, decode_scale=scale if coded else None,
+        positions=positions, decode_scale=coded,
     )  # fmt: skip
+
+
+def coding(problem: GemvProblem, scale: Tensor | None) -> tuple[GemvProblem, Tensor | None]:
+    """Return a product that is quantised as well, and with which scale, where that can be."""
+    if scale is None or not decodes(problem):
+        return problem, None
+    return replace(problem, decoded=True), scale
+
+
+def query_rows(
+    kernels: Kernels, heads_MHL: Tensor, weight: Tensor, turning: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Multiply query heads by their key matrices, with turned parts behind: [M, H, 576]."""
+    (table, positions), (rows, count, _) = turning, heads_MHL.shape
+    columns, inner = len(weight) // count, weight.shape[1]
+    problem = GemvProblem(rows, columns, inner, "bf16", count, positions=len(table), beside=ROTATED)
+    (made,) = kernels.run(
+        "simt_gemv_bf16", problem, x=heads_MHL.flatten(1), weight=weight, turns=table,
+        positions=positions,
+    )  # fmt: skip
+    return made.reshape(rows, count, -1)
+
+
+def values_of_heads(
+    kernels: Kernels, heads_MHL: Tensor, weight: Tensor, scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Multiply heads by their value matrices; quantised and decoded as well where that can be."""
+    rows, count, inner = heads_MHL.shape
+    problem = GemvProblem(rows, len(weight) // count, inner, "bf16", count)
+    problem, coded = coding(problem, scale)
+    return kernels.run(
+        "simt_gemv_bf16", problem, x=heads_MHL.flatten(1), weight=weight, decode_scale=coded
+    )
 
 
 def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:

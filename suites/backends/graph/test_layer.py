@@ -117,6 +117,7 @@ BY_JOINED = {
     "norm": (set(), set()),
     "turn": (set(), {"simt_inverse_rope"}),
     "code": (set(), set()),
+    "heads": (set(), set()),
     "route": ({"simt_routed_rows", "sm90_moe_by_row.FROM_ROWS"}, {"simt_router"}),
 }
 
