@@ -12,7 +12,6 @@ Shape letters: T tokens, S streams, D width, K chosen experts, R rows of experts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.layouts import ceil_div
@@ -35,7 +34,6 @@ from degarble.kernels.rows.problem import NormProblem
 MOST_TOKENS = 4  # whose values of a piece a warp computes at once
 MOST_CLUSTER = 8  # thread blocks of a portable cluster
 NORM_WARPS = 4  # of a thread block: half a block of 16 values a thread, 32 lanes of the norm
-NORM_THREADS = 32 * NORM_WARPS
 MIXING_THREADS = 32  # one more warp, for the coefficients
 MOST_DECODED = 2
 LAYER, ROWS = SOURCES = ("layer", "rows")
@@ -221,11 +219,6 @@ def choose_mhc_norm_form(problem: MhcNormProblem, target: str) -> MhcNormForm:
     return MhcNormForm(
         problem.weight, problem.decoded, cluster_of(problem.width), cut.per_group, target
     )
-
-
-def block_of(lane: Any, slot: Any, lanes: Any) -> Any:
-    """Return the block of 16 values that a lane of the norm has in a slot."""
-    return lane + slot * lanes
 
 
 assert BLOCK == 2 * CHUNK_VALUES, "half a block of values is a thread's chunk"

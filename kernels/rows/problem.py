@@ -322,6 +322,82 @@ def residual_threads_declared() -> int:
 
 
 # --------------------------------------------------------------------------------------------------
+# The same for few rows: a row has a cluster of thread blocks. What is added to the residual may be
+# the weighted sum of rows of experts. Bits are those of one launch after the other.
+
+MOST_CLUSTER = 8  # thread blocks of a portable cluster
+ROW, ROWS = RESIDUAL_SOURCES = ("row", "rows")
+
+
+@dataclass(frozen=True)
+class ResidualRowsProblem:
+    """Add few rows, or sums of experts' rows, to a residual, and norm the sums."""
+
+    sums: ResidualProblem
+    source: str = ROW
+    chosen: int = 0  # experts of a row
+    experts: int = 0  # rows of all experts
+    rides: bool = False  # whether the shared expert's rows are the first of them
+
+    def __post_init__(self) -> None:
+        if self.source not in RESIDUAL_SOURCES:
+            raise UnknownName.among("source of a sum", self.source, RESIDUAL_SOURCES)
+        if (self.source == ROWS) != (self.chosen > 0 and self.experts > 0):
+            raise InvalidArgument(
+                "experts of a sum", (self.chosen, self.experts),
+                f"some where the source is {ROWS!r}, none else", "Say how many rows there are.",
+            )  # fmt: skip
+        if not cluster_serves(self.sums.columns):
+            raise ShapeMismatch(
+                "rows to add and norm", self.sums.columns,
+                f"up to {MOST_CLUSTER * LANES * SLOTS_OF_LANE * BLOCK} columns",
+                "Use simt_residual_norm.",
+            )  # fmt: skip
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the residual."""
+        return self.sums.rows
+
+    @property
+    def columns(self) -> int:
+        """Return the values of a row."""
+        return self.sums.columns
+
+    @property
+    def bytes_moved(self) -> int:
+        """Return the fewest bytes that have to be read and written: every input and output once."""
+        more = self.experts - self.rows if self.source == ROWS else 0
+        return self.sums.bytes_moved + 2 * more * self.columns
+
+
+@dataclass(frozen=True)
+class ResidualRowsForm:
+    """Compile-time parameters of a kernel; extents come with the launch."""
+
+    weight: str
+    rounded: bool
+    source: str
+    chosen: int
+    cluster: int
+    target: str
+    words: int = HALF_BLOCK // 2  # of a thread
+
+
+def cluster_serves(columns: int) -> bool:
+    """Return whether a row can have a cluster of thread blocks."""
+    return lanes_of_row(columns) <= MOST_CLUSTER * LANES
+
+
+def choose_residual_rows_form(problem: ResidualRowsProblem, target: str) -> ResidualRowsForm:
+    """Return the form for a problem."""
+    sums = problem.sums
+    cluster = lanes_of_row(sums.columns) // LANES
+    told = (sums.weight, sums.rounded, problem.source, problem.chosen)
+    return ResidualRowsForm(*told, cluster, target)
+
+
+# --------------------------------------------------------------------------------------------------
 # Query heads: norm, then RoPE.
 #
 # T tokens of 1 to 128 heads of 512, or of 128. A warp has a head, a thread block eight heads of one

@@ -34,17 +34,15 @@ from degarble.kernels.primitives.device_words import (
     square_root,
     store,
     vectors,
-    warp_folded,
     words_of,
 )
 from degarble.kernels.primitives.quantise_problem import BLOCK
+from degarble.kernels.rows import cluster_norm, mhc_problem, simt_mhc
 from degarble.kernels.rows import mhc_few_problem as facts
-from degarble.kernels.rows import mhc_problem, simt_mhc
 from degarble.kernels.rows import problem as norms
+from degarble.kernels.rows.cluster_norm import address_of, give
 from degarble.kernels.rows.mhc_few_problem import (
     MOST_DECODED,
-    NORM_THREADS,
-    NORM_WARPS,
     MhcNormForm,
     MhcNormProblem,
 )
@@ -57,7 +55,6 @@ from degarble.kernels.rows.mhc_problem import (
     STREAMS,
 )
 from degarble.kernels.rows.simt_mhc_project import in_spans, in_turn, lines_of
-from degarble.kernels.rows.simt_rmsnorm import warps_folded
 from degarble.kernels.runtime.kernel import (
     Kernel,
     LaunchContext,
@@ -70,7 +67,6 @@ from degarble.kernels.runtime.operands import DTYPES
 from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
 
 WORDS = CHUNK_VALUES // 2
-NORMING = 1  # number of the barrier of the warps that norm
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -122,22 +118,6 @@ def shared_memory() -> NormShared:
     return NormShared(groups, lanes, totals, whole)
 
 
-def give(address: Any, number: Any, rank: Any) -> None:
-    """Write a float32 to the shared memory of a thread block of the cluster."""
-    text = (
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r2}; "
-        "st.shared::cluster.f32 [there], {$r1}; }"
-    )
-    cute.arch.inline_ptx(
-        text, write_only_types=[], read_only_args=[Int32(address), number, Uint32(rank)]
-    )
-
-
-def address_of(tensor: Any, place: Any) -> Any:
-    """Return the shared address of a float32."""
-    return Int32(tensor.iterator.toint()) + Int32(place) * 4
-
-
 @cute.jit
 def add_groups(
     tensors: MhcNormTensors,
@@ -149,7 +129,7 @@ def add_groups(
     """Add up a warp's groups of partial sums, a lane a column, and give them to the cluster."""
     token, rank, (warp, lane) = place
     for turn in cutlass.range_constexpr(form.turns):
-        group = (turn * form.cluster + rank) * NORM_WARPS + warp
+        group = (turn * form.cluster + rank) * cluster_norm.WARPS + warp
         if group < MOST_GROUPS:
             first = group * form.in_group
             between = (first, ops.minimum(first + form.in_group, pieces))
@@ -241,11 +221,8 @@ def norm_kernel(  # noqa: PLR0915  one token: what a thread holds would have to 
     # Others may write here once all have begun.
     cute.arch.cluster_arrive()
     follow()
-    if warp < NORM_WARPS:
-        # Four threads have a lane of the norm: its two blocks, half of one each.
-        of_norm = rank * norms.LANES + thread // 4
-        block = facts.block_of(of_norm, thread // 2 % 2, lanes)
-        chunk = 2 * block + thread % 2
+    if warp < cluster_norm.WARPS:
+        chunk = 2 * cluster_norm.block_of(thread, rank, lanes) + thread % 2
         exists = chunk < chunks
         rStreams = cute.make_rmem_tensor(cute.make_layout((WORDS, STREAMS)), Uint32)
         rStreams.fill(0)
@@ -270,17 +247,8 @@ def norm_kernel(  # noqa: PLR0915  one token: what a thread holds would have to 
         read = [words_of(rStreams[None, stream]) for stream in range(STREAMS)]
         words = simt_mhc.collapsed(read, gates)
         total = norms.half_sum(numbers_of(words))
-        for distance in (1, 2):  # halves of a block, blocks of a lane
-            total = ops.add_rn(total, cute.arch.shuffle_sync_bfly(total, offset=distance))
-        if thread % 4 == 0:
-            shared.lanes[thread // 4] = total
-        cute.arch.barrier(barrier_id=NORMING, number_of_threads=NORM_THREADS)
-        total = warp_folded(Float32(shared.lanes[lane]))
-        if thread < form.cluster:
-            give(address_of(shared.totals, rank), total, thread)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        total = warps_folded(Float32(shared.totals[lane % norms.MOST_WARPS]))
+        of_sums = (shared.lanes, shared.totals)
+        total = cluster_norm.total_of(total, (thread, rank), of_sums, form.cluster)
         columns = Float32(Int32(chunks * CHUNK_VALUES))
         factor = norms.factor_of(total, columns, numbers[2], square_root)
         own = Int64(token) * Int64(chunks) + Int64(chunk)
@@ -326,7 +294,7 @@ def launch_norm(
     tokens, chunks, pieces, lanes, iterations = extents
     norm_kernel(tensors, (chunks, pieces, lanes), (iterations, *numbers), form).launch(
         grid=[form.cluster, tokens, 1],
-        block=[NORM_THREADS + facts.MIXING_THREADS, 1, 1],
+        block=[cluster_norm.THREADS + facts.MIXING_THREADS, 1, 1],
         cluster=[form.cluster, 1, 1],
         use_pdl=EARLY,
         stream=stream,

@@ -374,10 +374,12 @@ def steps_of_v32(given: Given, block: Block, lanes: int, rows: int) -> list[Step
         pair = normal(rows, config.hidden_size), normal(rows, config.hidden_size)
 
         slots = partial(stepping.slots, WINDOW, 1, 1)
+        # As above: what a layer hands on is what the next one is given.
+        entering = stepping.layer(weights, memory, slots()[1], pair)
 
         def run(
             shared: Any = None, s: Any = stepping, w: Any = weights, m: Any = memory,
-            given: Any = pair, every: Any = slots,
+            given: Any = entering, every: Any = slots,
         ) -> object:  # fmt: skip
             return s.layer(w, m, (shared or every())[1], given)
 

@@ -14,6 +14,7 @@ from degarble.harness.backends.graph.matrices import (
     HEADS_JOINED,
     JOINED,
     STREAMS_JOINED,
+    SUM_JOINED,
     TILES,
     TURN_JOINED,
     CodedGroups,
@@ -35,7 +36,13 @@ from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH, WITH_KEY, Pag
 from degarble.kernels.rows import mhc_few_problem
 from degarble.kernels.rows.mhc_few_problem import MhcNormProblem, OnwardProblem
 from degarble.kernels.rows.mhc_problem import MhcMixProblem, ProjectProblem
-from degarble.kernels.rows.problem import InverseRopeProblem, QNormRopeProblem, ResidualProblem
+from degarble.kernels.rows.problem import (
+    InverseRopeProblem,
+    QNormRopeProblem,
+    ResidualProblem,
+    ResidualRowsProblem,
+    cluster_serves,
+)
 from degarble.references.attention import softmax_scale
 
 if TYPE_CHECKING:
@@ -514,6 +521,8 @@ class V32Steps(DecoderSteps):
     ) -> None:
         super().__init__(kernels, config, switches, room, rows, products, joined=joined)
         self.config = config
+        # Whether what experts made is added up where the residual is added.
+        self.sums_later = SUM_JOINED in self.joined and cluster_serves(config.hidden_size)
         self._scale = softmax_scale(config)
         self._latent_epsilon = switches.latent_epsilon(config.rms_norm_eps)
 
@@ -527,7 +536,8 @@ class V32Steps(DecoderSteps):
         """Return the normed states [B, D] after the last layer."""
         own = self.slots(WINDOW, 1, EVERY)[1]
         assert own is not None, "a window tells the rows' own slots"
-        x, residual = embedded, None
+        x: Tensor | ExpertRows = embedded
+        residual: Tensor | None = None
         for weights, memory in zip(layers, memories, strict=True):
             x, residual = self.layer(weights, memory, own, (x, residual))
         return self.added(ends.norm, x, residual)[0]
@@ -537,26 +547,48 @@ class V32Steps(DecoderSteps):
         del ends
         return hidden
 
-    def added(self, norm: NormWeight, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def added(
+        self, norm: NormWeight, x: Tensor | ExpertRows, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the normed sum and the sum; before the first layer there is no residual."""
         if residual is None:
+            assert isinstance(x, torch.Tensor), "no experts come before the first layer"
             return self.normed(norm, x), x
         rounded = self.switches.residual_rounded_before_norm
-        problem = ResidualProblem(
-            x.shape[0], x.shape[1], self.config.rms_norm_eps, norm.kind, rounded
-        )
+        problem = ResidualProblem(*residual.shape, self.config.rms_norm_eps, norm.kind, rounded)
+        if self.sums_later:
+            return self._added_by_cluster(problem, norm, x, residual)
+        assert isinstance(x, torch.Tensor), "added up by a launch of their own"
         tensors = self.kernels.run(
             "simt_residual_norm", problem, values=x, residual=residual, weight=norm.weight
         )
         return tensors[0], tensors[1]
+
+    def _added_by_cluster(
+        self, sums: ResidualProblem, norm: NormWeight, x: Tensor | ExpertRows, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Add rows to the residual, or what experts made of them, by clusters of thread blocks."""
+        given: dict[str, Tensor | None] = {"residual": residual, "weight": norm.weight}
+        if isinstance(x, ExpertRows):
+            experts = x.problem
+            problem = ResidualRowsProblem(
+                sums, "rows", experts.moe.chosen, experts.rows, experts.shared
+            )
+            given |= {"made": x.products, "places": x.places, "weights": x.weights}
+            given["shared"] = x.shared
+        else:
+            problem = ResidualRowsProblem(sums)
+            given["made"] = x
+        normed, total = self.kernels.run("simt_residual_rows", problem, **given)
+        return normed, total
 
     def layer(
         self,
         weights: LatentLayer,
         memory: LatentMemory,
         own: Tensor,
-        given: tuple[Tensor, Tensor | None],
-    ) -> tuple[Tensor, Tensor]:
+        given: tuple[Tensor | ExpertRows, Tensor | None],
+    ) -> tuple[Tensor | ExpertRows, Tensor]:
         """Run one layer; sublayer output and residual in and out."""
         x, residual = self.added(weights.attn.norm, *given)
         x = self._attention(weights, memory, own, x)
@@ -669,12 +701,12 @@ class V32Steps(DecoderSteps):
 
     # ---- experts ---------------------------------------------------------------------------------
 
-    def _ffn(self, w: MlpWeights, x: Tensor) -> Tensor:
+    def _ffn(self, w: MlpWeights, x: Tensor) -> Tensor | ExpertRows:
         c = self.config
         if w.routed is None:
             return self.gated(w.gated, x, c.intermediate_size, None)
-        groups = c.n_group, c.topk_group
-        if self.rides(w.routed):
-            return self.routed(w.routed, x, None, None, groups)
-        shared = self.gated(w.gated, x, c.moe_intermediate_size, None)
-        return self.routed(w.routed, x, shared, None, groups)
+        shared = None
+        if not self.rides(w.routed):
+            shared = self.gated(w.gated, x, c.moe_intermediate_size, None)
+        groups, later = (c.n_group, c.topk_group), self.sums_later
+        return self.routed(w.routed, x, shared, None, groups, summed_later=later)

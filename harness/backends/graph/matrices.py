@@ -71,9 +71,10 @@ VERY_FEW_ROWS = 4  # up to which experts by row are not slower: docs/design-note
 # normed and decoded. Turn: heads are turned back where the GEMV reads them. Route: the router makes
 # experts' rows. Code: the GEMV quantises what it has made for the product behind it. Heads: the
 # GEMV multiplies V3.2's heads, and leaves whole query rows, or sums in NVFP4; its order of sums is
-# another one than that of tiles.
-JOINED = ("streams", "norm", "turn", "route", "code", "heads")
-STREAMS_JOINED, NORM_JOINED, TURN_JOINED, ROUTE_JOINED, CODE_JOINED, HEADS_JOINED = JOINED
+# another one than that of tiles. Sum: experts' rows are added up where V3.2 adds the residual.
+JOINED = ("streams", "norm", "turn", "route", "code", "heads", "sum")
+STREAMS_JOINED, NORM_JOINED, TURN_JOINED, ROUTE_JOINED = JOINED[:4]
+CODE_JOINED, HEADS_JOINED, SUM_JOINED = JOINED[4:]
 
 
 def require_products(products: str, rows: int) -> None:

@@ -118,6 +118,7 @@ BY_JOINED = {
     "turn": (set(), {"simt_inverse_rope"}),
     "code": (set(), set()),
     "heads": (set(), set()),
+    "sum": (set(), set()),
     "route": ({"simt_routed_rows", "sm90_moe_by_row.FROM_ROWS"}, {"simt_router"}),
 }
 
