@@ -36,6 +36,7 @@ from degarble.kernels.cache.problem import (
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
+from degarble.kernels.rows.mhc_few_problem import MhcNormProblem, OnwardProblem
 from degarble.kernels.rows.mhc_problem import MhcMixProblem, ProjectProblem
 from degarble.kernels.rows.problem import (
     EmbedProblem,
@@ -43,6 +44,7 @@ from degarble.kernels.rows.problem import (
     NormProblem,
     QNormRopeProblem,
     ResidualProblem,
+    ResidualRowsProblem,
     ScaleProblem,
 )
 from degarble.kernels.rows.router_problem import RouterProblem
@@ -137,6 +139,51 @@ def _row_cases() -> Iterator[LaunchCase]:
         given = {"values": rows, "residual": rows, "weight": Given(dtype, (1536,))}
         more = {"normed": rows, "total": rows} if rounded else {}
         yield LaunchCase("simt_residual_norm", summed, given | more)
+
+
+def _experts_rows(rows: int, chosen: int, experts: int, width: int) -> dict[str, Given]:
+    """What a launch that adds up experts' rows is given of them."""
+    return {
+        "made": Given(BF16, (experts, width)), "places": Given(INT32, (rows * chosen,)),
+        "weights": Given(FP32, (rows, chosen)),
+    }  # fmt: skip
+
+
+def _residual_rows_cases() -> Iterator[LaunchCase]:
+    row, weight = Given(BF16, (3, 7168)), {"weight": Given(FP32, (7168,))}
+    sums = ResidualProblem(3, 7168, 1e-5, "fp32", rounded=True)
+    alone = ResidualRowsProblem(sums)
+    yield LaunchCase("simt_residual_rows", alone, {"made": row, "residual": row} | weight)
+    given = _experts_rows(3, 8, 27, 7168) | {"residual": row} | weight
+    riding = ResidualRowsProblem(sums, "rows", 8, 27, rides=True)
+    out = {"normed": row, "total": row}
+    yield LaunchCase("simt_residual_rows", riding, given | out, "sm_100a")
+    apart = ResidualRowsProblem(sums, "rows", 8, 27)
+    yield LaunchCase("simt_residual_rows", apart, given | {"shared": row})
+
+
+def _few_mhc_cases() -> Iterator[LaunchCase]:
+    for tokens, width, target in ((1, 4096, "sm_90a"), (3, 192, "sm_100a")):
+        row, streams = Given(BF16, (tokens, width)), Given(BF16, (tokens, 4, width))
+        mixed = {"post": Given(FP32, (tokens, 4)), "mix": Given(FP32, (tokens, 4, 4))}
+        plain = OnwardProblem(tokens, width)
+        split = {"split": Given(BF16, (3, 24, 4 * width))}
+        given = {"streams": streams} | mixed | split
+        yield LaunchCase("simt_mhc_onward", plain, given | {"made": row}, target)
+        partials = {"partials": Given(FP32, (tokens, plain.project.partials, 32))}
+        of_rows = _experts_rows(tokens, 6, 7 * tokens, width)
+        for rides, more in ((True, {"out": streams} | partials), (False, {"shared": row})):
+            problem = OnwardProblem(tokens, width, "rows", 6, 7 * tokens, rides)
+            yield LaunchCase("simt_mhc_onward", problem, given | of_rows | more, target)
+        scales = {"decode_scale0": Given(FP32, (1,)), "decode_scale1": Given(FP32, ())}
+        for decoded, weight, dtype in ((0, "fp32", FP32), (2, "bf16", BF16)):
+            normed = MhcNormProblem(tokens, width, 7, 1e-5, 1e-4, weight, decoded)
+            given_here = {"streams": streams} | partials | {
+                "base": Given(FP32, (24,)), "scale": Given(FP32, (3,)),
+                "weight": Given(dtype, (width,)),
+            }  # fmt: skip
+            more = scales if decoded else mixed | {"out": row, "normed": row}
+            yield LaunchCase("simt_mhc_norm", normed, given_here | more, target)
 
 
 def _router_cases() -> Iterator[LaunchCase]:
@@ -397,12 +444,15 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_kv_write": _by_name,
     "simt_latent_query": _by_name,
     "simt_mhc": _by_name,
+    "simt_mhc_norm": _by_name,
+    "simt_mhc_onward": _by_name,
     "simt_mhc_project": _by_name,
     "simt_paged_pool": _by_name,
     "simt_qnorm_rope": _by_name,
     "simt_quantise_fp8": _by_name,
     "simt_quantise_nvfp4": _by_name,
     "simt_residual_norm": _by_name,
+    "simt_residual_rows": _by_name,
     "simt_rmsnorm": _by_name,
     "simt_router": _by_name,
     "simt_scale": _by_name,
@@ -414,7 +464,8 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     **product_cases.PUBLIC,
 }
 CASES = (
-    *_norm_cases(), *_row_cases(), *_router_cases(), *_mhc_cases(), *_quantise_cases(),
+    *_norm_cases(), *_row_cases(), *_router_cases(), *_mhc_cases(), *_few_mhc_cases(),
+    *_residual_rows_cases(), *_quantise_cases(),
     *_cache_cases(), *_pool_cases(), *_attention_cases(), *_query_cases(), *_indexer_cases(),
     *product_cases.CASES,
 )  # fmt: skip

@@ -38,6 +38,8 @@ DESCRIBED = (
     "simt_kv_write",
     "simt_latent_query",
     "simt_mhc",
+    "simt_mhc_norm",
+    "simt_mhc_onward",
     "simt_mhc_project",
     "simt_moe_rows.COMBINE",
     "simt_moe_rows.GATHER",
@@ -47,7 +49,9 @@ DESCRIBED = (
     "simt_quantise_fp8",
     "simt_quantise_nvfp4",
     "simt_residual_norm",
+    "simt_residual_rows",
     "simt_rmsnorm",
+    "simt_routed_rows",
     "simt_router",
     "simt_scale",
     "simt_slots",
@@ -78,12 +82,15 @@ DESCRIBED = (
 )
 SEQUENCES = (
     "sm100_moe_nvfp4", "sm100_shared_expert", "sm90_moe_by_row", "sm90_moe_nvfp4",
-    "sm90_shared_expert",
+    "sm90_shared_expert", "sm90_moe_by_row.PRODUCTS", "sm90_moe_by_row.FROM_ROWS",
 )  # fmt: skip
 # Named for the first target that they had.
 ANYWHERE = (
     "sm90_gemm_w4a16", "sm90_moe_by_row",
-    *(f"sm90_moe_by_row.{name}" for name in ("FC1", "FC2", "GATED", "ROWS", "SUM")),
+    *(
+        f"sm90_moe_by_row.{name}"
+        for name in ("FC1", "FC2", "GATED", "ROWS", "SUM", "PRODUCTS", "FROM_ROWS")
+    ),
 )  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
