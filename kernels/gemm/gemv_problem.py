@@ -51,6 +51,7 @@ OF_FEW_STEPS = {
 }
 MOST_AHEAD = max(walk.ahead for walk in OF_ONE_ROW + OF_SEVERAL)
 ROWS = (1, 2, 4, 8)  # of activations: a form serves up to so many
+DECODED_ROWS = (1, 4)  # of forms that quantise: the others would spill registers
 MOST_COLUMNS = 16_384
 OUTPUTS = ("fp32", "bf16")
 
@@ -180,7 +181,8 @@ def walk_of(problem: GemvProblem) -> GemvWalk:
 def decodes(problem: GemvProblem) -> bool:
     """Return whether sums can be quantised where they are made: by whole rounds of all warps."""
     whole = problem.columns % (WARPS * walk_of(problem).together) == 0
-    return whole and problem.out == "bf16" and not problem.beside
+    fits = rows_of_form(problem.rows) in DECODED_ROWS
+    return fits and whole and problem.out == "bf16" and not problem.beside
 
 
 def steps(problem: GemvProblem, walk: GemvWalk) -> int:

@@ -157,6 +157,23 @@ def _few_rows_code(target: str) -> Iterator[MachineCode]:
         )  # fmt: skip
 
 
+def _few_rows_joined_code(target: str) -> Iterator[MachineCode]:
+    """Forms that turn, quantise, or leave query rows."""
+    for rows in (1, 4):
+        for problem in (
+            GemvProblem(rows, 1024, 4096, "bf16", 8, 512, 9),
+            GemvProblem(rows, 1024, 4096, "bf16", 8, 512, 9, decoded=True),
+            GemvProblem(rows, 512, 128, "bf16", 128, positions=9, beside=64),
+            GemvProblem(rows, 128, 512, "bf16", 128, decoded=True),
+        ):
+            form = gemv_problem.choose_form(problem, target)
+            fused = form.walk.ahead * gemv_problem.VECTOR * form.walk.together * rows
+            # Rounding to a code takes one addition a value of half a block.
+            coded = problem.decoded and not TARGETS[target].converts_e2m1
+            slow = (target, rows) != (SM90A.name, 1)
+            yield MachineCode("simt_gemv_bf16", form, 128, fused=fused + 8 * coded, slow=slow)
+
+
 def _few_rows(case: row_checks.GemvCase) -> Any:
     return row_checks.grouped_by_definition(case, *case.operands)
 
@@ -347,6 +364,7 @@ def _code() -> Iterator[MachineCode]:
     yield from _wgmma_code()
     for target in TARGETS:
         yield from _few_rows_code(target)
+        yield from _few_rows_joined_code(target)
         yield from _w4a16_code(target)
 
 

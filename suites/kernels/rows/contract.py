@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.kernels.primitives.quantise_problem import LAYOUTS
-from degarble.kernels.rows import mhc_problem, problem, router_problem
+from degarble.kernels.rows import mhc_few_problem, mhc_problem, problem, router_problem
+from degarble.kernels.rows.mhc_few_problem import MhcNormProblem, OnwardProblem
 from degarble.kernels.rows.mhc_problem import MIX_PARTS, MhcMixForm, MhcMixProblem, ProjectProblem
 from degarble.kernels.rows.problem import (
     ID_DTYPES,
@@ -22,6 +23,7 @@ from degarble.kernels.rows.problem import (
     NormProblem,
     QNormRopeForm,
     ResidualProblem,
+    ResidualRowsProblem,
     ScaleForm,
     ScaleProblem,
 )
@@ -40,6 +42,7 @@ from degarble.suites.kernels.contract import (
 )
 from degarble.suites.kernels.rows import (
     head_checks,
+    joined_checks,
     mhc_project_checks,
     residual_checks,
     router_checks,
@@ -106,12 +109,43 @@ def _code(target: str) -> Iterator[MachineCode]:
     for columns, weight, layout in product((512, 7168, 16_384), NORM_WEIGHTS, (None, *LAYOUTS)):
         for keeps_values in (False, True)[: 2 if layout else 1]:
             yield _norm_code(NormProblem(1, columns, 1e-6, weight, layout, keeps_values), target)
+    for columns, keeps_values in product((512, 1536), (False, True)):
+        decoded = NormProblem(1, columns, 1e-6, "bf16", "linear", keeps_values, decoded=True)
+        yield _norm_code(decoded, target)
+    yield from _joined_code(target)
     for name, routed in ROUTERS.items():
         many = replace(routed, tokens=router_problem.FEW_TOKENS + 1)
         routers = {router_problem.choose_form(each, target) for each in (routed, many)}
         for router_form in sorted(routers, key=str):
             slow = name not in {"V4-Pro", "V3.2"} or not router_form.few
             yield MachineCode("simt_router", router_form, 64, slow=slow)
+
+
+def _joined_code(target: str) -> Iterator[MachineCode]:
+    of_codes = 0 if TARGETS[target].converts_e2m1 else 8  # an addition a value of half a block
+    riding = OnwardProblem(1, 4096, "rows", 6, 7, rides=True)
+    for spread in (riding, OnwardProblem(4, 4096), OnwardProblem(1, 64)):
+        onward = mhc_few_problem.choose_onward_form(spread, target)
+        # Eight squares of each of four words of two rows; four products of each spread value.
+        yield MachineCode(
+            "simt_mhc_onward", onward, 64, fused=32 + 8 * onward.words,
+            counts={"mma.sync": 3 * 4 * onward.project.tiles}, slow=spread.width == 64,
+        )  # fmt: skip
+    for mixed in (
+        MhcNormProblem(1, 4096, decoded=2), MhcNormProblem(1, 7168, weight="fp32"),
+        MhcNormProblem(2, 192),
+    ):  # fmt: skip
+        # As in all of mHC, where a thread has one gate of the collapse and four share its streams;
+        # seven of half a block sum squares.
+        fused = 24 + 4 + 4 + 16 + SINKHORN + 7 + of_codes * mixed.decoded
+        form = mhc_few_problem.choose_mhc_norm_form(mixed, target)
+        yield MachineCode("simt_mhc_norm", form, 64, fused=fused, slow=mixed.width != 4096)
+    for source, weight, rounded in (("rows", "fp32", False), ("row", "bf16", True)):
+        summed = ResidualProblem(1, 7168, 1e-6, weight, rounded)
+        counts = (8, 9) if source == "rows" else (0, 0)
+        of_rows = ResidualRowsProblem(summed, source, *counts, rides=source == "rows")
+        form_of_rows = problem.choose_residual_rows_form(of_rows, target)
+        yield MachineCode("simt_residual_rows", form_of_rows, 64, fused=7)
 
 
 def _norm_code(norm: NormProblem, target: str) -> MachineCode:
@@ -170,6 +204,13 @@ JUDGED = [
     Judged(
         "simt_rmsnorm", row_checks.norm_cases(), row_checks.norm_mismatch, row_checks.fuzzed_norms,
         6, 50, row_checks.norm_on_device,
+    ),
+    *(
+        Judged(
+            joined_checks.NAMES[kernel], joined_checks.cases(kernel), joined_checks.mismatch,
+            partial(joined_checks.fuzzed, kernel), 4, 50, joined_checks.on_device,
+        )
+        for kernel in joined_checks.KERNELS
     ),
     Judged(
         "simt_router", router_checks.cases(), router_checks.mismatch, router_checks.fuzzed, 4, 50,
@@ -302,6 +343,29 @@ def _replay_norm(layout: str | None) -> Replay:
     return Replay(lambda: kernel.run(shape, SETTINGS, **given), [values, weight], out, rounds)
 
 
+def _replay_joined(kernel: str) -> Replay:
+    first = joined_checks.cases(kernel)[0]
+    cases = [replace(first, seed=seed) for seed in range(3)]
+    drawn = [joined_checks.given(case) for case in cases]
+    given = {name: tensor.cuda() for name, tensor in drawn[0].items()}
+    run, shape = kernel_named(kernel), first.problem
+    out = {n: t for n, t in run.allocate(shape, torch.device("cuda")).items() if t is not None}
+    scratch = out.get("partials")  # its last columns are nobody's
+    results = {name: tensor for name, tensor in out.items() if name != "partials"}
+
+    def made(case: joined_checks.Case) -> dict[str, Any]:
+        found = joined_checks.on_device(case)
+        return {name: found[name] for name in results}
+
+    rounds = [
+        Round(list(of.values()), partial(made, case)) for case, of in zip(cases, drawn, strict=True)
+    ]
+    return Replay(
+        lambda: run.run(shape, SETTINGS, **given, **out), list(given.values()), results, rounds,
+        scratch=scratch,
+    )  # fmt: skip
+
+
 def _replay_router() -> Replay:
     kernel, shape = kernel_named("simt_router"), RouterProblem(70, **router_checks.V32)
     cases = [router_checks.RouterCase(shape, "ordinary", seed) for seed in range(3)]
@@ -336,6 +400,10 @@ REPLAYS = [
     *(
         ReplayCase(f"simt_rmsnorm-{layout}", partial(_replay_norm, layout))
         for layout in (None, "128x4")
+    ),
+    *(
+        ReplayCase(joined_checks.NAMES[kernel], partial(_replay_joined, kernel))
+        for kernel in joined_checks.KERNELS
     ),
     ReplayCase("simt_router", _replay_router),
     ReplayCase("simt_scale", _replay_scale),

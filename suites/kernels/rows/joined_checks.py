@@ -1,0 +1,489 @@
+"""Compare launches that do what several kernels do with those kernels, one by one, on a GPU.
+
+Each of the others has a proof of its own, by its definition. Every bit of what a joined launch
+leaves has to be theirs; outputs hold poison before. Kernels: simt_mhc_onward, simt_mhc_norm,
+simt_residual_rows, simt_routed_rows, and the forms of simt_rmsnorm and simt_gemv_bf16 that
+quantise, turn back, or leave query rows.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.formats.layouts import LINEAR
+from degarble.kernels.attention.problem import QueryProblem
+from degarble.kernels.gemm.gemv_problem import GemvProblem, decodes
+from degarble.kernels.moe.by_row_problem import (
+    ByRowProblem,
+    ByRowSum,
+    DecodeProblem,
+    RoutedRowsProblem,
+)
+from degarble.kernels.moe.problem import AFTER_W2, MoeProblem
+from degarble.kernels.primitives.kv_problem import ROTATED
+from degarble.kernels.primitives.quantise_problem import QuantiseProblem
+from degarble.kernels.rows.mhc_few_problem import MOST_TOKENS, MhcNormProblem, OnwardProblem
+from degarble.kernels.rows.mhc_problem import (
+    SPAN,
+    STREAMS,
+    InnerCut,
+    ProjectProblem,
+    split_weight,
+)
+from degarble.kernels.rows.problem import (
+    InverseRopeProblem,
+    NormProblem,
+    ResidualProblem,
+    ResidualRowsProblem,
+)
+from degarble.kernels.rows.router_problem import RouterProblem
+from degarble.kernels.runtime.modules import kernel_named
+from degarble.suites.kernels import row_checks as checks
+from degarble.suites.kernels.rows import router_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+
+    Given = dict[str, Tensor]
+
+POSITIONS = 70  # rows of a table of turns
+STREAMS_OF_TOKENS = ((1, 4096), (4, 4096), (1, 7168), (3, 7168), (2, 192), (1, 64))
+NORM, GEMV = "simt_rmsnorm", "simt_gemv_bf16"
+ONWARD, MIXED = "simt_mhc_onward", "simt_mhc_norm"
+RESIDUAL, ROUTED = "simt_residual_rows", "simt_routed_rows"
+KERNELS = (ONWARD, MIXED, RESIDUAL, ROUTED, NORM, GEMV)
+NAMES = {kernel: f"{kernel}-joined" if kernel in {NORM, GEMV} else kernel for kernel in KERNELS}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch; everything follows from these facts."""
+
+    kernel: str
+    problem: Any
+    spread: str = "ordinary"
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """One line that finds the case again."""
+        return f"{self.kernel} {self.problem} {self.spread} seed={self.seed}"
+
+    def values(self, offset: int, *shape: int) -> Tensor:
+        """Draw BF16 values."""
+        flat = (shape[0], math.prod(shape[1:]))
+        return checks.spread(flat, self.spread, self.seed + offset).reshape(shape)
+
+    def numbers(self, offset: int, *shape: int) -> Tensor:
+        """Draw float32 numbers."""
+        generator = torch.Generator().manual_seed(self.seed + offset)
+        return torch.randn(shape, generator=generator)
+
+    def scale(self, offset: int) -> Tensor:
+        """Draw a decode scale."""
+        return self.numbers(offset, 1).abs() * 1e-2 + 1e-4
+
+    def weight(self, kind: str, columns: int) -> Tensor:
+        """Draw a norm's weight."""
+        drawn = self.numbers(77, columns) * 0.1 + 1
+        return drawn if kind == "fp32" else drawn.bfloat16()
+
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def _rows_of_experts(case: Case, rows: int, width: int) -> Given:
+    """Draw rows of experts; one slot in nine has none."""
+    p = case.problem
+    chosen, every = p.chosen, p.rows if case.kernel == ONWARD else p.experts
+    first = rows if p.rides else 0
+    generator = torch.Generator().manual_seed(case.seed + 5)
+    places = torch.randperm(rows * chosen, generator=generator).int() + first
+    places[torch.rand(len(places), generator=generator) < 1 / 9] = -1
+    given = {
+        "made": case.values(1, every, width), "places": places,
+        "weights": case.numbers(6, rows, chosen).sigmoid(),
+    }  # fmt: skip
+    return given if p.rides else given | {"shared": case.values(8, rows, width)}
+
+
+def _onward(case: Case) -> Given:
+    p: OnwardProblem = case.problem
+    fn = case.numbers(2, 24, STREAMS * p.width) * (STREAMS * p.width) ** -0.5
+    given = {
+        "streams": case.values(0, p.tokens, STREAMS, p.width), "split": split_weight(fn),
+        "post": 2 * case.numbers(3, p.tokens, STREAMS).sigmoid(),
+        "mix": case.numbers(4, p.tokens, STREAMS, STREAMS).softmax(-1),
+    }  # fmt: skip
+    if p.source == "rows":
+        return given | _rows_of_experts(case, p.tokens, p.width)
+    return given | {"made": case.values(1, p.tokens, p.width)}
+
+
+def _mixed(case: Case) -> Given:
+    p: MhcNormProblem = case.problem
+    scales = {f"decode_scale{number}": case.scale(20 + number) for number in range(p.decoded)}
+    return scales | {
+        "streams": case.values(0, p.tokens, STREAMS, p.width),
+        "partials": case.numbers(1, p.tokens, p.pieces, 32).abs(),
+        "base": case.numbers(2, 24) / 2, "scale": case.numbers(3, 3).abs() / p.pieces,
+        "weight": case.weight(p.weight, p.width),
+    }  # fmt: skip
+
+
+def _residual(case: Case) -> Given:
+    p: ResidualRowsProblem = case.problem
+    given = {
+        "residual": case.values(0, p.rows, p.columns),
+        "weight": case.weight(p.sums.weight, p.columns),
+    }
+    if p.source == "rows":
+        return given | _rows_of_experts(case, p.rows, p.columns)
+    return given | {"made": case.values(1, p.rows, p.columns)}
+
+
+def _routed(case: Case) -> Given:
+    p: RoutedRowsProblem = case.problem
+    router = router_checks.RouterCase(p.router, "special" if case.seed else "ordinary", case.seed)
+    given = {"logits": router.logits}
+    if p.router.vocabulary:
+        given["ids"], given["table"] = router.table
+    else:
+        given["bias"] = router.bias
+    scales = case.numbers(3, p.by_row.experts).abs() * 1e-2 + 1e-4
+    x = case.values(1, p.router.tokens, p.by_row.moe.hidden)
+    return given | {"x": x, "w13_input_scale": scales}
+
+
+def _norm(case: Case) -> Given:
+    p: NormProblem = case.problem
+    return {
+        "values": case.values(0, p.rows, p.columns), "weight": case.weight(p.weight, p.columns),
+        "decode_scale": case.scale(1),
+    }  # fmt: skip
+
+
+def _gemv(case: Case) -> Given:
+    p: GemvProblem = case.problem
+    given = {
+        "x": case.values(0, p.rows, p.groups * (p.inner + p.beside)),
+        "weight": checks.spread((p.sums, p.inner), "ordinary", case.seed + 1),
+    }
+    if p.positions:
+        generator = torch.Generator().manual_seed(case.seed + 2)
+        given["turns"] = torch.randn(p.positions, ROTATED, generator=generator)
+        # Some lie outside.
+        given["positions"] = torch.randint(-2, p.positions + 2, (p.rows,), generator=generator)
+    return given | ({"decode_scale": case.scale(3)} if p.decoded else {})
+
+
+# ---- the same by several kernels -----------------------------------------------------------------
+
+
+def _run(kernel: str, problem: Any, **given: Tensor | None) -> dict[str, Any]:
+    made: dict[str, Any] = kernel_named(kernel).run(problem, checks.SETTINGS, **given)
+    return made
+
+
+def _decoded(values: Tensor, scale: Tensor) -> Tensor:
+    problem = QuantiseProblem(*values.shape, LINEAR.name, decoded=True)
+    made: Tensor = _run("simt_quantise_nvfp4", problem, values=values, decode_scale=scale)[
+        "decoded"
+    ]
+    return made
+
+
+def _summed(given: Given, rows: int, width: int, p: Any) -> Tensor:
+    every = given["made"].shape[0]
+    problem = ByRowSum(rows, width, p.chosen, every, True, True, p.rides)
+    made: Tensor = _run(
+        "sm90_moe_by_row.SUM", problem, products=given["made"], places=given["places"],
+        weights=given["weights"], shared=given.get("shared"),
+    )["out"]  # fmt: skip
+    return made
+
+
+def _onward_apart(p: OnwardProblem, given: Given) -> Given:
+    made = given["made"]
+    rest = {}
+    if p.source == "rows":
+        made = rest["summed"] = _summed(given, p.tokens, p.width, p)
+    post = replace(MhcNormProblem(p.tokens, p.width).mix, part="post")
+    told = {name: given[name] for name in ("streams", "post", "mix")}
+    out = _run("simt_mhc", post, layer=made, **told)["out"]
+    shape = (p.tokens, p.project.partials, 32)
+    partials = torch.zeros(shape, device=out.device)
+    _run(
+        "simt_mhc_project", ProjectProblem(p.tokens, p.width), streams=out, split=given["split"],
+        partials=partials,
+    )  # fmt: skip
+    return {"out": out, "partials": partials[..., :25]} | rest
+
+
+def _mixed_apart(p: MhcNormProblem, given: Given) -> Given:
+    products, squares = whole(given["partials"], p)
+    told = {name: given[name] for name in ("streams", "base", "scale")}
+    mixed = _run("simt_mhc", p.mix, products=products, squares=squares, **told)
+    made = {name: mixed[name] for name in ("post", "mix", "out")}
+    normed = _run(NORM, p.norm, values=made["out"], weight=given["weight"])["normed"]
+    rows = {
+        f"decoded{number}": _decoded(normed, given[f"decode_scale{number}"])
+        for number in range(p.decoded)
+    }
+    return made | {"normed": normed} | rows
+
+
+def whole(partials: Tensor, p: MhcNormProblem) -> tuple[Tensor, Tensor]:
+    """Add up partial sums in the order that mhc_problem states: pieces, groups, spans."""
+    cut = InnerCut(STREAMS * p.width)
+
+    def in_turn(lines: Iterable[Tensor]) -> Tensor:
+        total = torch.zeros_like(partials[:, 0])
+        for line in lines:
+            total = total + line
+        return total
+
+    groups = [in_turn(each.unbind(1)) for each in partials.split(cut.per_group, 1)]
+    spans = [in_turn(groups[at : at + SPAN]) for at in range(0, len(groups), SPAN)]
+    total = in_turn(spans)
+    return total[:, :24].contiguous(), total[:, 24].contiguous()
+
+
+def _residual_apart(p: ResidualRowsProblem, given: Given) -> Given:
+    made = given["made"]
+    if p.source == "rows":
+        made = _summed(given, p.rows, p.columns, p)
+    told = {name: given[name] for name in ("residual", "weight")}
+    return _run("simt_residual_norm", p.sums, values=made, **told)
+
+
+def _routed_apart(p: RoutedRowsProblem, given: Given) -> Given:
+    of_router = {name: given[name] for name in ("logits", "bias", "ids", "table") if name in given}
+    choice = _run("simt_router", p.router, **of_router)
+    rows = _run(
+        "sm90_moe_by_row.ROWS", DecodeProblem(p.by_row, "values"), x=given["x"],
+        experts=choice["experts"], w13_input_scale=given["w13_input_scale"],
+    )  # fmt: skip
+    return choice | rows
+
+
+def _norm_apart(p: NormProblem, given: Given) -> Given:
+    plain = NormProblem(p.rows, p.columns, p.epsilon, p.weight)
+    told = {name: given[name] for name in ("values", "weight")}
+    normed = _run(NORM, plain, **told)["normed"]
+    rows = {"normed": normed} if p.keeps_values else {}
+    return rows | {"decoded": _decoded(normed, given["decode_scale"])}
+
+
+def _gemv_apart(p: GemvProblem, given: Given) -> Given:
+    x, plain = given["x"], GemvProblem(p.rows, p.columns, p.inner, p.out, p.groups)
+    turning = {name: given[name] for name in ("turns", "positions") if name in given}
+    if p.turned:
+        back = InverseRopeProblem(p.rows, x.shape[1] // p.turned, p.positions, width=p.turned)
+        heads = x.reshape(p.rows, -1, p.turned)
+        x = _run("simt_inverse_rope", back, heads=heads, **turning)["out"].flatten(1)
+    if p.beside:
+        heads = x.reshape(p.rows, p.groups, -1)
+        x = heads[..., : p.inner].flatten(1).contiguous()
+    out = _run(GEMV, plain, x=x, weight=given["weight"])["out"]
+    if p.beside:
+        query = QueryProblem(p.rows, p.groups, p.inner + p.beside, p.positions)
+        latent = out.reshape(p.rows, p.groups, -1)
+        out = _run("simt_latent_query", query, latent=latent, heads=heads, **turning)["out"]
+        out = out.flatten(1)
+    return {"out": out} | ({"decoded": _decoded(out, given["decode_scale"])} if p.decoded else {})
+
+
+GIVEN: dict[str, Callable[[Case], Given]] = {
+    ONWARD: _onward, MIXED: _mixed, RESIDUAL: _residual, ROUTED: _routed, NORM: _norm, GEMV: _gemv,
+}  # fmt: skip
+APART: dict[str, Callable[[Any, Given], Given]] = {
+    ONWARD: _onward_apart, MIXED: _mixed_apart, RESIDUAL: _residual_apart, ROUTED: _routed_apart,
+    NORM: _norm_apart, GEMV: _gemv_apart,
+}  # fmt: skip
+
+
+def given(case: Case) -> Given:
+    """Draw what a launch is given, on the CPU."""
+    return GIVEN[case.kernel](case)
+
+
+def on_device(case: Case) -> Given:
+    """Run a case on the GPU, into poisoned memory; what it wrote stays there."""
+    kernel = kernel_named(case.kernel)
+    out = {
+        name: tensor
+        for name, tensor in kernel.allocate(case.problem, torch.device("cuda")).items()
+        if tensor is not None
+    }
+    for tensor in out.values():
+        tensor.view(torch.uint8).fill_(checks.POISON)
+    tensors = {name: tensor.cuda() for name, tensor in given(case).items()}
+    made = kernel.run(case.problem, checks.SETTINGS, **tensors, **out)
+    if case.kernel == ONWARD:  # columns behind the squares are nobody's
+        made["partials"] = made["partials"][..., :25]
+    return {name: tensor for name, tensor in made.items() if tensor is not None}
+
+
+def by_kernels(case: Case) -> Given:
+    """Return what several kernels make of the same."""
+    tensors = {name: tensor.cuda() for name, tensor in given(case).items()}
+    return APART[case.kernel](case.problem, tensors)
+
+
+def mismatch(case: Case) -> str:
+    """Say how a case differs from several kernels; empty where it does not."""
+    got, want = on_device(case), by_kernels(case)
+    if missing := got.keys() ^ {name for name, tensor in want.items() if tensor is not None}:
+        return f"{case.name}: outputs {', '.join(sorted(missing))}"
+    found = [checks.bits_differ(f"{case.name}, {name}", got[name], want[name]) for name in got]
+    return "; ".join(filter(None, found))
+
+
+# ---- cases ---------------------------------------------------------------------------------------
+
+
+def _by_row(router: RouterProblem, hidden: int, *, shared: bool) -> RoutedRowsProblem:
+    counts = (router.experts, router.chosen, router.experts)
+    moe = MoeProblem(router.tokens, hidden, 416, *counts, 10.0, AFTER_W2)
+    return RoutedRowsProblem(router, ByRowProblem(moe, shared))
+
+
+def _onward_problems() -> Iterator[OnwardProblem]:
+    for tokens, width in STREAMS_OF_TOKENS:
+        yield OnwardProblem(tokens, width)
+        yield OnwardProblem(tokens, width, "rows", 6, 6 * tokens)
+        yield OnwardProblem(tokens, width, "rows", 8, 9 * tokens, rides=True)
+
+
+def _mixed_problems() -> Iterator[MhcNormProblem]:
+    for tokens, width in STREAMS_OF_TOKENS:
+        yield MhcNormProblem(tokens, width, decoded=2)
+        yield MhcNormProblem(tokens, width, 3)
+        yield MhcNormProblem(tokens, width, weight="fp32", decoded=1)
+
+
+def _residual_problems() -> Iterator[ResidualRowsProblem]:
+    extents = ((1, 7168), (4, 7168), (3, 8192), (2, 1040), (1, 192), (5, 64))
+    for (rows, columns), weight in product(extents, ("bf16", "fp32")):
+        sums = ResidualProblem(rows, columns, 1e-6, weight, rounded=rows % 2 == 0)
+        yield ResidualRowsProblem(sums)
+        yield ResidualRowsProblem(sums, "rows", 6, 6 * rows)
+        yield ResidualRowsProblem(sums, "rows", 8, 9 * rows, rides=True)
+
+
+def _routed_problems() -> Iterator[RoutedRowsProblem]:
+    for tokens, shared in product((1, 2, 4), (False, True)):
+        for of, hidden in ((router_checks.V4_FLASH, 4096), (router_checks.V32, 7168)):
+            yield _by_row(RouterProblem(tokens, **of), hidden, shared=shared)
+        yield _by_row(RouterProblem(tokens, 256, 6, vocabulary=40), 4128, shared=shared)
+
+
+def _norm_problems() -> Iterator[NormProblem]:
+    for rows, columns, weight in (
+        (1, 1024, "bf16"), (4, 1024, "fp32"), (3, 1536, "fp32"), (300, 7168, "bf16"),
+        (5, 64, "bf16"),
+    ):  # fmt: skip
+        problem = NormProblem(rows, columns, 1e-6, weight, LINEAR.name, decoded=True)
+        yield problem
+        yield replace(problem, keeps_values=True)
+
+
+def _gemv_problems() -> Iterator[GemvProblem]:
+    for rows in (1, 2, 3, 4):
+        turned = GemvProblem(rows, 1024, 4096, "bf16", 8, 512, POSITIONS)
+        narrow = GemvProblem(rows, 48, 256, "bf16", 2, 128, POSITIONS)
+        values = GemvProblem(rows, 128, 512, "bf16", 128)
+        yield from (turned, narrow)
+        yield GemvProblem(rows, 512, 128, "bf16", 128, positions=POSITIONS, beside=ROTATED)
+        yield GemvProblem(rows, 24, 192, "bf16", 3, positions=POSITIONS, beside=ROTATED)
+        yield from (
+            replace(each, decoded=True) for each in (turned, narrow, values) if decodes(each)
+        )
+
+
+PROBLEMS: dict[str, Callable[[], Iterator[Any]]] = {
+    ONWARD: _onward_problems, MIXED: _mixed_problems, RESIDUAL: _residual_problems,
+    ROUTED: _routed_problems, NORM: _norm_problems, GEMV: _gemv_problems,
+}  # fmt: skip
+
+
+def cases(kernel: str) -> list[Case]:
+    """Return the named cases: widths of the models and of small ones, every number of tokens."""
+    made = list(PROBLEMS[kernel]())
+    named = [Case(kernel, problem) for problem in made]
+    return named + [Case(kernel, made[0], spread, 3) for spread in checks.SPREADS]
+
+
+def fuzzed(kernel: str, seed: int, count: int) -> list[Case]:
+    """Draw cases."""
+    drawn = random.Random(seed)
+    problem = {
+        ONWARD: _any_onward, MIXED: _any_mixed, RESIDUAL: _any_residual, ROUTED: _any_routed,
+        NORM: _any_norm, GEMV: _any_gemv,
+    }[kernel]  # fmt: skip
+    return [
+        Case(kernel, problem(drawn), drawn.choice(checks.SPREADS), drawn.randrange(1 << 30))
+        for _ in range(count)
+    ]
+
+
+def _any_streams(drawn: random.Random) -> tuple[int, int]:
+    return drawn.randint(1, MOST_TOKENS), 64 * drawn.choice((drawn.randint(1, 9), 64, 112))
+
+
+def _any_onward(drawn: random.Random) -> OnwardProblem:
+    tokens, width = _any_streams(drawn)
+    if drawn.random() < 0.3:
+        return OnwardProblem(tokens, width)
+    chosen, rides = drawn.randint(1, 9), drawn.random() < 0.5
+    return OnwardProblem(tokens, width, "rows", chosen, (chosen + rides) * tokens, rides)
+
+
+def _any_mixed(drawn: random.Random) -> MhcNormProblem:
+    tokens, width = _any_streams(drawn)
+    told = drawn.randint(1, 20), drawn.choice((1e-6, 1e-4)), drawn.choice((1e-6, 1e-20))
+    return MhcNormProblem(tokens, width, *told, drawn.choice(("bf16", "fp32")), drawn.randint(0, 2))
+
+
+def _any_residual(drawn: random.Random) -> ResidualRowsProblem:
+    rows, columns = drawn.randint(1, 9), 16 * drawn.choice((drawn.randint(4, 70), 448, 511))
+    weight, rounded = drawn.choice(("bf16", "fp32")), drawn.random() < 0.5
+    sums = ResidualProblem(rows, columns, drawn.choice((1e-6, 1e-20)), weight, rounded)
+    if drawn.random() < 0.3:
+        return ResidualRowsProblem(sums)
+    chosen, rides = drawn.randint(1, 9), drawn.random() < 0.5
+    return ResidualRowsProblem(sums, "rows", chosen, (chosen + rides) * rows, rides)
+
+
+def _any_routed(drawn: random.Random) -> RoutedRowsProblem:
+    of = drawn.choice((router_checks.V4_FLASH, router_checks.V32, router_checks.V4_PRO))
+    router = RouterProblem(drawn.randint(1, 5), **of)
+    hidden = 32 * drawn.randint(2, 224)
+    return _by_row(router, hidden, shared=drawn.random() < 0.5)
+
+
+def _any_norm(drawn: random.Random) -> NormProblem:
+    columns = 16 * drawn.choice((drawn.randint(4, 64), drawn.randint(65, 700)))
+    weight, keeps = drawn.choice(("bf16", "fp32")), drawn.random() < 0.5
+    told = (drawn.choice((1e-6, 1e-20)), weight, LINEAR.name)
+    return NormProblem(drawn.randint(1, 40), columns, *told, keeps, decoded=True)
+
+
+def _any_gemv(drawn: random.Random) -> GemvProblem:
+    rows, groups = drawn.randint(1, 4), drawn.randint(1, 9)
+    if drawn.random() < 0.4:
+        told = (rows, 8 * drawn.randint(1, 90), 8 * drawn.randint(1, 40), "bf16", groups)
+        return GemvProblem(*told, positions=POSITIONS, beside=ROTATED)
+    width = drawn.choice((128, 512))
+    told = (rows, 16 * drawn.randint(1, 70), width * drawn.randint(1, 5), "bf16", groups)
+    problem = GemvProblem(*told, width, POSITIONS)
+    return replace(problem, decoded=True) if decodes(problem) else problem
