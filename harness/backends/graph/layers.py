@@ -25,7 +25,16 @@ from degarble.harness.backends.graph.matrices import (
     query_rows,
     values_of_heads,
 )
-from degarble.harness.backends.graph.steps import PAGE, STEP, DecoderSteps, Normed, widened
+from degarble.harness.backends.graph.steps import (
+    CACHE,
+    CHOICE,
+    KEYS,
+    PAGE,
+    STEP,
+    DecoderSteps,
+    Normed,
+    widened,
+)
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.kernels.attention.problem import AttentionProblem, KeyList, QueryProblem
 from degarble.kernels.cache.problem import CHOSEN, ENTRIES, WINDOW, PoolProblem
@@ -293,10 +302,14 @@ class V4Steps(DecoderSteps):
     ) -> Tensor:
         w, run, c, x = weights.attn, self.kernels.run, self.config, normed.values
         table, positions = self.rope_table(weights.rope), self.lanes.positions
-        with self.aside():
+        with self.aside(CACHE):
             latent = self._product("attn.wkv", w.wkv, x, normed.decoded_at(1))
             self._write_latent(weights, memory, lists, latent)
             self._advance(weights, memory, x)
+        of_heads = None
+        if w.indexer is not None:
+            with self.aside(KEYS):
+                of_heads = self._write_keys(weights, w.indexer, memory, x)
         low = self._product("attn.wq_a", w.wq_a, x, normed.decoded_at(0))
         query = self.normed_for(w.q_norm, low, self.scale_decoded(w.wq_b))
         qr = query.values
@@ -305,8 +318,8 @@ class V4Steps(DecoderSteps):
         more = {"window_slots": lists.window, "window_cache": memory.window}
         ratio = weights.block.ratio
         if ratio:
-            with self.aside():
-                slots = self._visible(weights, memory, lists, (x, qr))
+            with self.aside(CHOICE):
+                slots = self._visible(weights, memory, lists, (qr, of_heads))
             assert memory.entries is not None, "a layer that compresses has entries"
             far = KeyList(slots.shape[1], self.room.pages(ratio))
             more |= {"entries_slots": slots, "entries_cache": memory.entries}
@@ -370,7 +383,7 @@ class V4Steps(DecoderSteps):
     # ---- compressed entries ----------------------------------------------------------------------
 
     def _advance(self, weights: LayerWeights, memory: LayerMemory, x: Tensor) -> None:
-        """Take the tokens into the compressor, and the indexer's; write completed entries."""
+        """Take the tokens into the compressor, and write completed entries."""
         w, ratio = weights.attn, weights.block.ratio
         if not ratio:
             return
@@ -380,19 +393,21 @@ class V4Steps(DecoderSteps):
         tensors = self._pooled("attn", w.compressor, memory.ring, ratio, x)
         pages = self.room.pages(ratio)
         self._write_entries(weights, w.compressor, tensors, memory.entries, pages)
-        if w.indexer is not None:
-            assert memory.keys is not None, "an indexer has keys"
-            assert memory.key_ring is not None, "and carries rows"
-            self._write_keys(weights, w.indexer, (memory.keys, memory.key_ring), x)
 
     def _visible(
-        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, given: tuple[Tensor, Tensor]
+        self,
+        weights: LayerWeights,
+        memory: LayerMemory,
+        lists: Lists,
+        given: tuple[Tensor, Tensor | None],
     ) -> Tensor:
         """Return slots of the entries that each token attends to."""
         indexer, ratio = weights.attn.indexer, weights.block.ratio
         if indexer is None:
             return lists.visible[ratio]
-        chosen = self._chosen(weights, indexer, memory, given)
+        qr, of_heads = given
+        assert of_heads is not None, "an indexer weighs its heads"
+        chosen = self._chosen(weights, indexer, memory, (qr, of_heads))
         return self.slots(CHOSEN, chosen.shape[1], ratio, chosen)[0]
 
     def _pooled(
@@ -437,37 +452,38 @@ class V4Steps(DecoderSteps):
         self, weights: LayerWeights, w: Indexing, memory: LayerMemory, given: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Return the indices of the chosen entries, ascending, padded with -1."""
-        (x, qr), ratio, run = given, weights.block.ratio, self.kernels.run
+        (qr, of_heads), ratio, run = given, weights.block.ratio, self.kernels.run
         assert memory.keys is not None, "an indexer has keys"
         heads, table = w.weights.shape[0], self.rope_table(weights.rope)
         product = self._product("attn.indexer.wq_b", w.wq_b, qr)
-        q = product.reshape(len(x), heads, KEY_WIDTH)
-        operand = self._operand(len(x), heads, "interleaved", len(table))
+        q = product.reshape(len(qr), heads, KEY_WIDTH)
+        operand = self._operand(len(qr), heads, "interleaved", len(table))
         positions = self.lanes.positions
         (q,) = run("simt_indexer_operand", operand, rows=q, turns=table, positions=positions)
         stored = self.switches.indexer_in_storage_dtype
-        of_heads = self.scaled(
-            self.dense(w.weights, x), w.factor,
-            torch.bfloat16 if self.switches.indexer_weights_in_storage_dtype else torch.float32,
-        )  # fmt: skip
         columns, lanes = self.room.columns(ratio), self.room.lanes
         pages = KeyPages("bf16", PAGE, len(memory.keys))
         arithmetic = "stored" if stored else "float32"
-        problem = ScoresProblem(len(x), heads, columns, lanes, pages, ratio, arithmetic)
+        problem = ScoresProblem(len(qr), heads, columns, lanes, pages, ratio, arithmetic)
+        self.meet(KEYS)
         (scores,) = run(
             "sm90_indexer_scores", problem, queries=q,
             weights=of_heads, positions=positions,
             sequences=self.lanes.members, table=self.tables(ratio).pages, pages=memory.keys,
         )  # fmt: skip
         count = min(self.config.index_topk, columns)
-        return run("simt_indexer_topk", TopkProblem(len(x), columns, count), scores=scores)[0]
+        return run("simt_indexer_topk", TopkProblem(len(qr), columns, count), scores=scores)[0]
 
     def _write_keys(
-        self, weights: LayerWeights, w: Indexing, kept: tuple[Tensor, Tensor], x: Tensor
-    ) -> None:
-        """Pool, norm, rotate and transform on a temporary page, then write the lane's pages."""
-        keys, ring = kept
-        lanes = len(x)
+        self, weights: LayerWeights, w: Indexing, memory: LayerMemory, x: Tensor
+    ) -> Tensor:
+        """Pool, norm, rotate and transform on a temporary page, then write the lane's pages.
+
+        Returns the weights of the indexer's heads.
+        """
+        keys, ring, lanes = memory.keys, memory.key_ring, len(x)
+        assert keys is not None, "an indexer has keys"
+        assert ring is not None, "and carries rows"
         values, positions, slots = self._pooled(
             "attn.indexer", w.compressor, ring, weights.block.ratio, x
         )
@@ -483,6 +499,10 @@ class V4Steps(DecoderSteps):
         self.kernels.run(
             "simt_kv_write", WriteProblem(lanes, pages, source="row"), values=made.flatten(1),
             slots=slots, cache=keys,
+        )  # fmt: skip
+        return self.scaled(
+            self.dense(w.weights, x), w.factor,
+            torch.bfloat16 if self.switches.indexer_weights_in_storage_dtype else torch.float32,
         )  # fmt: skip
 
     def _operand(self, tokens: int, heads: int, pairing: str, positions: int) -> OperandProblem:
@@ -602,11 +622,12 @@ class V32Steps(DecoderSteps):
     ) -> Tensor:
         w, c = weights.attn, self.config
         table = self.rope_table(weights.rope)
-        with self.aside():
+        with self.aside(CACHE):
             self._write_row(w, memory, own, (self.multiply(w.wkv_a, x), table))
+        with self.aside(KEYS):
             of_heads = self._write_key(w.indexer, memory, own, x)
         qr = self.normed(w.q_norm, self.multiply(w.wq_a, x), self._latent_epsilon)
-        with self.aside():
+        with self.aside(CHOICE):
             chosen = self._chosen(w.indexer, memory, of_heads, qr)
             slots = self.slots(CHOSEN, chosen.shape[1], EVERY, chosen)[0]
         heads = self.multiply(w.wq_b, qr).reshape(len(x), c.num_attention_heads, -1)
@@ -678,9 +699,11 @@ class V32Steps(DecoderSteps):
         q = self.multiply(w.wq_b, qr).reshape(len(qr), heads, KEY_WIDTH)
         columns, lanes = self.room.columns(EVERY), self.room.lanes
         pages = KeyPages("bf16", PAGE, keys.count)
+        queries = self._operand(q)
+        self.meet(KEYS)
         (scores,) = run(
             "sm90_indexer_scores", ScoresProblem(len(qr), heads, columns, lanes, pages),
-            queries=self._operand(q), weights=of_heads,
+            queries=queries, weights=of_heads,
             positions=positions, sequences=self.lanes.members, table=self.tables(EVERY).pages,
             pages=memory.keys,
         )  # fmt: skip

@@ -260,6 +260,8 @@ class Normed(NamedTuple):
 
 
 STEP = "step"  # shown in front of a step's first layer
+# What attention launches beside its query: the cache's rows, the indexer's keys, and its choice.
+CACHE, KEYS, CHOICE = BRANCHES = ("cache", "keys", "choice")
 
 
 def _unwatched(component: str, **tensors: Tensor) -> None:
@@ -294,8 +296,10 @@ class DecoderSteps(ABC):
         self.prefix = ""  # of the layer that runs
         self._tables: dict[int, Tables] = {}
         self._turns: dict[Rope, Tensor] = {}
-        # Launches that do not wait for each other: two branches of a graph.
-        self.second = torch.cuda.Stream(kernels.device) if kernels.device.type == "cuda" else None
+        # Launches that do not wait for each other: branches of a graph.
+        on_gpu = kernels.device.type == "cuda"
+        self._streams = {b: torch.cuda.Stream(kernels.device) for b in BRANCHES if on_gpu}
+        self._apart: set[str] = set()  # branches that nothing has waited for
 
     @abstractmethod
     def run_layers(
@@ -311,25 +315,29 @@ class DecoderSteps(ABC):
         """Show the tensors of a component of the layer that runs."""
         self.show(f"{self.prefix}.{role}", **tensors)
 
-    # ---- two branches ----------------------------------------------------------------------------
+    # ---- branches --------------------------------------------------------------------------------
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, branch: str) -> Iterator[None]:
         """Launch what is inside beside what follows, until `meet`; it waits for all before it.
 
         Trap: a tensor that is made outside and read inside has to live until then.
         """
-        if self.second is None:
+        if not self._streams:
             yield
             return
-        self.second.wait_stream(torch.cuda.current_stream(self.second.device))
-        with torch.cuda.stream(self.second):
+        stream = self._streams[branch]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._apart.add(branch)
+        with torch.cuda.stream(stream):
             yield
 
-    def meet(self) -> None:
-        """Let what follows wait for all that was launched aside."""
-        if self.second is not None:
-            torch.cuda.current_stream(self.second.device).wait_stream(self.second)
+    def meet(self, *branches: str) -> None:
+        """Let what follows wait for branches, or for all that nothing has waited for."""
+        for branch in sorted(self._apart.intersection(branches or BRANCHES)):
+            stream = self._streams[branch]
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            self._apart.remove(branch)
 
     # ---- where things lie ------------------------------------------------------------------------
 

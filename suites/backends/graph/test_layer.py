@@ -29,7 +29,15 @@ from degarble.harness.backends.graph.matrices import (
     for_few_rows,
     groups_of,
 )
-from degarble.harness.backends.graph.steps import PAGE, DecoderSteps, MemorySize, tables_of
+from degarble.harness.backends.graph.steps import (
+    CACHE,
+    CHOICE,
+    KEYS,
+    PAGE,
+    DecoderSteps,
+    MemorySize,
+    tables_of,
+)
 from degarble.harness.backends.graph.weights import AttentionWeights, V4Layout
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt, UnknownName
 from degarble.harness.inference.model import OpenModel, open_model
@@ -175,33 +183,41 @@ def test_few_rows_are_few_and_have_normal_factors(opened: OpenModel) -> None:
 def test_caches_are_written_aside_and_meet_before_attention(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stand-ins have no second stream: what a GPU would order is noted."""
-    noted: list[tuple[str, bool]] = []
-    inside = [False]
+    """Stand-ins have no further streams: what a GPU would order is noted."""
+    noted: list[tuple[str, str]] = []
+    where = [""]
 
     @contextmanager
-    def aside(_self: DecoderSteps) -> Iterator[None]:
-        inside[0] = True
+    def aside(_self: DecoderSteps, branch: str) -> Iterator[None]:
+        where[0] = branch
         yield
-        inside[0] = False
+        where[0] = ""
+
+    def meet(_self: DecoderSteps, *branches: str) -> None:
+        noted.append((f"meet {' '.join(branches)}", where[0]))
 
     monkeypatch.setattr(DecoderSteps, "aside", aside)
-    monkeypatch.setattr(DecoderSteps, "meet", lambda _self: noted.append(("meet", inside[0])))
-    by_steps(opened, lambda kernel, *_: noted.append((kernel, inside[0])))
-    writers = {"simt_kv_write", "simt_compressor", "simt_indexer_topk", "sm90_indexer_scores"}
-    assert all(is_aside for kernel, is_aside in noted if kernel in writers)
-    assert not any(is_aside for kernel, is_aside in noted if kernel not in {*writers, *BESIDE})
-    names = [kernel for kernel, _ in noted]
-    attends = [at for at, name in enumerate(names) if name == "sm90_sparse_attention"]
-    begins = [-1, *attends]
-    for first, last in zip(begins, attends, strict=False):
-        part = noted[first + 1 : last]
-        met = next(at for at, (name, _) in enumerate(part) if name == "meet")
-        assert any(is_aside for _, is_aside in part[:met])
-        assert not any(is_aside for _, is_aside in part[met:])
+    monkeypatch.setattr(DecoderSteps, "meet", meet)
+    by_steps(opened, lambda kernel, *_: noted.append((kernel, where[0])))
+    choosers = {"simt_indexer_topk", "sm90_indexer_scores"}
+    writers = {"simt_kv_write", "simt_compressor"}
+    assert {branch for kernel, branch in noted if kernel in writers} == {CACHE, KEYS}
+    assert {branch for kernel, branch in noted if kernel in choosers} == {CHOICE}
+    elsewhere = {*writers, *choosers, *BESIDE, f"meet {KEYS}"}
+    assert not any(branch for kernel, branch in noted if kernel not in elsewhere)
+    # Keys are there before they are scored, all is before attention.
+    for waiting, waited, branch in (
+        ("sm90_sparse_attention", "meet ", ""), ("sm90_indexer_scores", f"meet {KEYS}", CHOICE),
+    ):  # fmt: skip
+        begun = 0
+        for at in [at for at, (name, _) in enumerate(noted) if name == waiting]:
+            met = noted.index((waited, branch), begun, at)
+            assert any(other for _, other in noted[begun:met])
+            assert {other for _, other in noted[met:at]} == {branch}
+            begun = at + 1
 
 
-# Launched on either stream.
+# Launched on any stream.
 BESIDE = {
     "simt_slots", "simt_indexer_operand", "simt_gemv_bf16", "sm90_gemm_bf16", "sm90_gemm_nvfp4",
     "sm90_gemm_grouped", "simt_quantise_nvfp4", "simt_scale",
