@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div, round_up
-from degarble.kernels.primitives.kv_problem import GEOMETRIES, ROTATED
+from degarble.kernels.primitives.kv_problem import GEOMETRIES
 from degarble.kernels.primitives.quantise_problem import LARGEST_ROWS
 from degarble.kernels.runtime.targets import TARGETS
 
@@ -44,11 +44,6 @@ class GemvWalk:
 # busy, each waiting for memory by itself. Measured: docs/design-notes/row_kernels.md.
 OF_ONE_ROW = (GemvWalk(1280, 2, 4), GemvWalk(0, 1, 8))
 OF_SEVERAL = (GemvWalk(8192, 4, 2), GemvWalk(0, 1, 4))
-# Where K has one step or two, further steps ahead would be of nothing.
-OF_FEW_STEPS = {
-    1: (GemvWalk(8192, 8, 1), GemvWalk(8192, 4, 1)),
-    2: (GemvWalk(8192, 4, 2), GemvWalk(8192, 4, 2)),
-}
 MOST_AHEAD = max(walk.ahead for walk in OF_ONE_ROW + OF_SEVERAL)
 ROWS = (1, 2, 4, 8)  # of activations: a form serves up to so many
 DECODED_ROWS = (1, 4)  # of forms that quantise: the others would spill registers
@@ -71,24 +66,17 @@ class GemvProblem:
     turned: int = 0  # values of a head, of heads whose last 64 are turned back before the product
     positions: int = 0  # rows of the table of turns
     decoded: bool = False  # whether sums are quantised to NVFP4 and decoded as well
-    beside: int = 0  # values behind those of a group, which are turned and put behind its sums
 
     def __post_init__(self) -> None:
-        if self.beside not in {0, ROTATED} or (self.beside and (self.turned or self.decoded)):
-            raise InvalidArgument(
-                "values beside a group", self.beside,
-                f"0, or {ROTATED} where nothing is turned back and nothing quantised",
-                "Put them there by simt_latent_query.",
-            )  # fmt: skip
         if self.decoded and not decodes(self):
             raise ShapeMismatch(
                 "sums to quantise", (self.columns, self.out),
                 f"bf16, and whole rounds of {WARPS} warps in a group", "Quantise them apart.",
             )  # fmt: skip
-        if (self.turned + self.beside > 0) != (self.positions > 0):
+        if (self.turned > 0) != (self.positions > 0):
             raise InvalidArgument(
                 "positions of the table of turns", self.positions,
-                "some where values are turned, none else", "Give both, or neither.",
+                "some where heads are turned back, none else", "Give both, or neither.",
             )  # fmt: skip
         if self.turned and (self.turned not in GEOMETRIES or self.inner % self.turned):
             raise ShapeMismatch(
@@ -141,7 +129,6 @@ class GemvForm:
     walk: GemvWalk
     turned: int = 0
     decoded: bool = False
-    beside: int = 0
 
     @property
     def together(self) -> int:
@@ -163,18 +150,13 @@ def inner_held(rows: int) -> int:
 
 def choose_form(problem: GemvProblem, target: str) -> GemvForm:
     """Return the form that answers a problem."""
-    rows = rows_of_form(problem.rows)
-    more = (problem.turned, problem.decoded, problem.beside)
-    return GemvForm(rows, problem.out, target, walk_of(problem), *more)
+    rows, walk = rows_of_form(problem.rows), walk_of(problem)
+    return GemvForm(rows, problem.out, target, walk, problem.turned, problem.decoded)
 
 
 def walk_of(problem: GemvProblem) -> GemvWalk:
     """Return how the rows of a problem's weight are walked."""
-    several = rows_of_form(problem.rows) > 1
-    short = OF_FEW_STEPS.get(ceil_div(problem.inner, STEP))
-    if short is not None and problem.sums >= short[several].least_sums:
-        return short[several]
-    walks = OF_SEVERAL if several else OF_ONE_ROW
+    walks = OF_ONE_ROW if rows_of_form(problem.rows) == 1 else OF_SEVERAL
     return next(walk for walk in walks if problem.sums >= walk.least_sums)
 
 
@@ -182,7 +164,7 @@ def decodes(problem: GemvProblem) -> bool:
     """Return whether sums can be quantised where they are made: by whole rounds of all warps."""
     whole = problem.columns % (WARPS * walk_of(problem).together) == 0
     fits = rows_of_form(problem.rows) in DECODED_ROWS
-    return fits and whole and problem.out == "bf16" and not problem.beside
+    return fits and whole and problem.out == "bf16"
 
 
 def steps(problem: GemvProblem, walk: GemvWalk) -> int:

@@ -7,8 +7,6 @@ every sum, so results have defined bits. Forms that save a launch beside it:
   BF16) on their way to shared memory; a position outside of the table of turns makes them NaN.
 * decoded: sums are quantised to NVFP4 and decoded as well, for a product that reads them so. Then a
   thread block's warps have neighbouring bundles, meet after each, and share the blocks of 16 sums.
-* beside: x are V3.2's query heads; the 64 values behind those of a group are no part of the
-  product: they are turned, and written behind the group's sums.
 
 One thread block of 16 warps per multiprocessor. All threads copy their group's x to shared memory
 once (zeros beyond M and K), then each warp takes bundles of T rows of W, 16 warps x blocks apart:
@@ -22,7 +20,6 @@ The entry point allocates only its result and never synchronises, so it can be c
 graph. Shape letters: G groups, M rows, N columns of a group's result, K inner.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -130,15 +127,11 @@ def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be 
             rVector = cute.make_rmem_tensor(WORDS, Uint32)
             rVector.fill(0)
             if (place < vectors) & (row < rows):
-                of_group = vectors + form.beside // VECTOR
-                start = (Int64(row) * Int64(groups) + Int64(group)) * Int64(of_group)
+                start = (Int64(row) * Int64(groups) + Int64(group)) * Int64(vectors)
                 cute.autovec_copy(activations[None, start + place], rVector)
                 if cutlass.const_expr(form.turned > 0):
                     turn_back(rVector, turning, (row, place), positions, form.turned)
             cute.autovec_copy(rVector, sVectors[None, place, row])
-    if cutlass.const_expr(form.beside > 0):
-        of_block = (Int32(thread), Int32(block), Int64(group), Int64(groups))
-        turn_beside(tensors, of_block, (rows, columns, vectors, positions), form)
     cute.arch.sync_threads()
 
     sSums: Any = None
@@ -166,8 +159,7 @@ def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be 
         mine = lanes_own(rSums, lane, form)
         column, row = bundle * together + lane % together, lane // together
         if (row < rows) & (column < columns):
-            of_group = columns + form.beside
-            at = (Int64(row) * Int64(groups) + Int64(group)) * Int64(of_group) + Int64(column)
+            at = (Int64(row) * Int64(groups) + Int64(group)) * Int64(columns) + Int64(column)
             out[at] = mine.to(out.element_type)
         if cutlass.const_expr(form.decoded):
             if row < form.rows:
@@ -220,57 +212,16 @@ def turn_back(
     width: cutlass.Constexpr,
 ) -> None:
     """Turn a vector of a row's heads back if it is among the last 64 values of its head."""
-    row, vector = place
+    (row, vector), (turns, of_rows) = place, turning
     group = vector % (width // VECTOR) - first_turned(width)
     if group >= 0:
-        turn_vector(rVector, turning, (row, group), positions, back=True)
-
-
-@cute.jit
-def turn_vector(
-    rVector: Any,
-    turning: Any,
-    place: tuple[Any, Any],
-    positions: Any,
-    back: cutlass.Constexpr,
-) -> None:
-    """Turn one of the eight vectors of a row's 64 values; place is the row and which of eight."""
-    turns, of_rows = turning
-    row, group = place
-    position = Int64(of_rows[row])
-    rTurn = registers_of(PAIRS_OF_LANE, 2)
-    # Stays NaN where the position is not in the table.
-    rTurn.fill(NAN)
-    if (position >= 0) & (position < Int64(positions)):
-        load_turn(turns, rTurn, (position, group))
-    fill(rVector, turned_words(numbers_of(words_of(rVector)), rTurn, back=back))
-
-
-@cute.jit
-def turn_beside(
-    tensors: Any,
-    place: tuple[Any, Any, Any, Any],
-    extents: tuple[Any, Any, Any, Any],
-    form: cutlass.Constexpr,
-) -> None:
-    """Turn the values behind those of the group, by the first threads of its first block.
-
-    `place` is thread, block, group and groups; extents are rows, columns, vectors and positions.
-    """
-    activations, _, out, turning, _ = tensors
-    thread, block, group, groups = place
-    rows, columns, vectors, positions = extents
-    beside = form.beside // VECTOR
-    row, within = thread // beside, thread % beside
-    if (block == 0) & (row < rows):
-        rVector = cute.make_rmem_tensor(WORDS, Uint32)
-        head = Int64(row) * groups + group
-        at = head * Int64(vectors + beside) + Int64(vectors + within)
-        cute.autovec_copy(activations[None, at], rVector)
-        turn_vector(rVector, turning, (row, within), positions, back=False)
-        to = head * Int64(columns + form.beside) + Int64(columns + within * VECTOR)
-        words = cute.recast_ptr(out.iterator + to, dtype=Uint32)
-        cute.autovec_copy(rVector, cute.make_tensor(words.align(16), cute.make_layout(WORDS)))
+        position = Int64(of_rows[row])
+        rTurn = registers_of(PAIRS_OF_LANE, 2)
+        # Stays NaN where the position is not in the table.
+        rTurn.fill(NAN)
+        if (position >= 0) & (position < Int64(positions)):
+            load_turn(turns, rTurn, (position, group))
+        fill(rVector, turned_words(numbers_of(words_of(rVector)), rTurn, back=True))
 
 
 @cute.jit
@@ -330,7 +281,7 @@ def launch_gemv(
         cute.make_tensor(out, cute.make_layout(flat)),
     )
     turning, coding = (), ()
-    if cutlass.const_expr(form.turned + form.beside > 0):
+    if cutlass.const_expr(form.turned > 0):
         turning = tuple(map(flat_vectors, more, (PAIRS_OF_LANE, 0)))
         more = more[2:]
     if cutlass.const_expr(form.decoded):
@@ -362,28 +313,17 @@ _OUT = {
 }  # fmt: skip
 
 
-def _out(of: GemvProblem | GemvForm) -> Storage:
-    """Return how sums are written; vectors of turned values behind them are whole."""
-    plain = _OUT[of.out]
-    return replace(plain, alignment=16) if of.beside else plain
-
-
-_TURNED = Presence[Any](lambda of: of.turned + of.beside > 0, "Give it where values are turned.")
+_TURNED = Presence[Any](lambda of: of.turned > 0, "Give it where heads are turned back.")
 _DECODED = Presence[Any](lambda of: of.decoded, "Give it where sums are quantised.")
 KERNEL = Kernel[GemvProblem, GemvForm](
     entry=launch_gemv,
     operands=(
-        _Operand(
-            "x",
-            _VECTORS,
-            lambda p: (p.rows, p.groups * (p.inner + p.beside)),
-            label="activations",
-        ),
+        _Operand("x", _VECTORS, lambda p: (p.rows, p.groups * p.inner), label="activations"),
         _Operand("weight", _VECTORS, lambda p: (p.sums, p.inner)),
         _Operand(
             "out",
-            _out,
-            lambda p: (p.rows, p.sums + p.groups * p.beside),
+            lambda of: _OUT[of.out],
+            lambda p: (p.rows, p.sums),
             output=True,
             label="sums to write",
         ),

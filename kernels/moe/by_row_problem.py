@@ -9,7 +9,7 @@ Shape letters: T tokens, K chosen, D hidden, F width of an expert, E experts, th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
@@ -23,15 +23,11 @@ from degarble.kernels.moe.problem import (
     MoeProblem,
 )
 from degarble.kernels.primitives.quantise_problem import BLOCK, SWIGLU, VALUES
-from degarble.kernels.rows import router_problem
-from degarble.kernels.rows.router_problem import RouterForm, RouterProblem
-from degarble.kernels.rows.router_problem import choose_form as choose_router_form
 from degarble.kernels.runtime.targets import SM90A
 
 MOST_TOKENS = product.LARGEST_ROWS
 WAVE = 8448  # outputs of an H200's 132 processors, four tiles of 16 each
 DECODING_THREADS = 128  # of a thread block, a block of 16 values each
-ROUTING_THREADS = router_problem.WARPS * router_problem.LANES  # likewise, where it routes first
 
 
 @dataclass(frozen=True)
@@ -106,46 +102,6 @@ class DecodeForm:
     source: str
     limit: float | None
     target: str
-
-
-@dataclass(frozen=True)
-class RoutedRowsProblem:
-    """A router's choice, and rows quantised with their experts' scales and decoded."""
-
-    router: RouterProblem
-    by_row: ByRowProblem
-
-    def __post_init__(self) -> None:
-        moe, router = self.by_row.moe, self.router
-        extents = (router.tokens, router.experts, router.chosen)
-        if extents != (moe.tokens, moe.routed, moe.chosen):
-            raise ShapeMismatch(
-                "router of rows", extents, (moe.tokens, moe.routed, moe.chosen),
-                "Let the router choose among the experts whose rows are made.",
-            )  # fmt: skip
-
-    @property
-    def blocks(self) -> int:
-        """Return the blocks of 16 values of a row."""
-        return self.by_row.moe.hidden // BLOCK
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Return the thread blocks along a row, and the rows."""
-        return ceil_div(self.blocks, ROUTING_THREADS), self.by_row.rows
-
-
-@dataclass(frozen=True)
-class RoutedRowsForm:
-    """Compile-time parameters of a router that makes rows as well."""
-
-    router: RouterForm
-    target: str
-
-
-def choose_routed_form(problem: RoutedRowsProblem, target: str) -> RoutedRowsForm:
-    """Return the form for a problem: every thread block has one token."""
-    return RoutedRowsForm(replace(choose_router_form(problem.router, target), few=True), target)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ expert's scale, and writes what the codes stand for, which is exact in BF16; `FC
 row by gate and by up of its expert (sm90_gemm_w4a16.launch_by_row); `GATED` quantises and decodes
 what SwiGLU makes of both; `FC2` multiplies by down; `SUM` adds a token's slots in their order
 (simt_moe_rows). The shared expert's rows come first, if its matrices are stacked behind the routed
-ones. Numbers of rows: by_row_problem. `PRODUCTS` is `KERNEL` without the sum, `FROM_ROWS`
-without `ROWS` either, `ALONE` is `FC2` for a matrix that is no expert's.
+ones. Numbers of rows: by_row_problem. `PRODUCTS` is `KERNEL` without the sum, `ALONE` is `FC2` for
+a matrix that is no expert's.
 
 Which expert a row has is read on the GPU from the router's output. An expert that is not here
 leaves its slot out of the sum. Nothing here synchronises with the host, so a call can be captured
@@ -242,10 +242,4 @@ PRODUCTS = KernelSequence[ByRowProblem](
     (ROWS, FC1, GATED, FC2),
     lambda problem, tactic, given: _problems(problem, tactic, given)[:-1],
     lambda _, tensors: {"products": tensors["products"], "places": tensors["places"]},
-)
-# From rows that the router's launch has made (simt_routed_rows).
-FROM_ROWS = KernelSequence[ByRowProblem](
-    (FC1, GATED, FC2),
-    lambda problem, tactic, given: _problems(problem, tactic, given)[1:-1],
-    lambda _, tensors: {"products": tensors["products"]},
 )

@@ -53,7 +53,6 @@ class NormProblem:
     weight: str = "bf16"
     layout: str | None = None  # of NVFP4 scales; None writes the normed values alone
     keeps_values: bool = False  # whether the normed values are written as well as the codes
-    decoded: bool = False  # whether what codes and scales stand for is written in place of both
 
     def __post_init__(self) -> None:
         if (
@@ -84,10 +83,6 @@ class NormProblem:
                 "a layout of scales",
                 "Without one, the values are the result.",
             )
-        if self.decoded and self.layout != LINEAR.name:
-            raise InvalidArgument(
-                "layout of decoded values", self.layout, LINEAR.name, "They lie as the values do."
-            )
 
     @property
     def writes_values(self) -> bool:
@@ -107,8 +102,7 @@ class NormProblem:
     @property
     def scale_bytes(self) -> int:
         """Return the bytes of the scales, padding included."""
-        coded = self.layout is not None and not self.decoded
-        size: int = LAYOUTS[self.layout].storage_size(self.rows, self.blocks) if coded else 0
+        size: int = LAYOUTS[self.layout].storage_size(self.rows, self.blocks) if self.layout else 0
         return size
 
     @property
@@ -117,7 +111,6 @@ class NormProblem:
         numbers = self.rows * self.columns
         weight = self.columns * (4 if self.weight == "fp32" else 2)
         codes = numbers // 2 if self.layout else 0
-        codes = 2 * numbers if self.decoded else codes
         return 2 * numbers + weight + codes + self.scale_bytes + 2 * numbers * self.writes_values
 
 
@@ -132,7 +125,6 @@ class NormForm:
     most_warps: int  # of a thread block: bounds registers
     roomy: bool  # whether unpacked weights and values have registers
     target: str
-    decoded: bool = False
 
     @property
     def writes_values(self) -> bool:
@@ -167,7 +159,6 @@ def choose_norm_form(problem: NormProblem, target: str) -> NormForm:
         most_warps=most_warps(problem.columns),
         roomy=is_roomy(problem),
         target=target,
-        decoded=problem.decoded,
     )
 
 

@@ -1,8 +1,7 @@
 """RMSNorm of BF16 rows, optionally with NVFP4 quantisation of the normed values, in one kernel.
 
 out = x / sqrt(mean(x**2) + epsilon) * weight. Weight BF16 or float32; output BF16 values, or NVFP4
-codes and scales of exactly those values, or both; or what codes and scales stand for, in their
-place (`decoded`), which is exact in BF16. A thread block walks down rows, a step of the
+codes and scales of exactly those values, or both. A thread block walks down rows, a step of the
 grid apart; where rows are at most 1,024 wide, each warp walks by itself. A lane has two blocks of
 16 values, the same columns in every row, so BF16 weights stay in registers.
 
@@ -31,7 +30,6 @@ from degarble.kernels.primitives.device_words import (
     code_words,
     emit,
     numbers_of,
-    nvfp4_values,
     rounded_words,
     scale_code_of,
     scaling_of,
@@ -66,14 +64,12 @@ class NormTensors(NamedTuple):
     normed: Any  # BF16 [M, K]
     codes: Any  # [M, P]
     scales: Any  # scale bytes in their layout
-    decoded: Any = None  # BF16 [M, K], in place of codes and scales
 
 
 def tensors_of(pointers: tuple[Any, ...], form: NormForm) -> NormTensors:
-    """View the pointers; bounds are checked by row and block, not by these layouts."""
+    """View the six pointers; bounds are checked by row and block, not by these layouts."""
     of_weight = BLOCK if form.weight == "fp32" else BLOCK_WORDS
     shapes = (BLOCK_WORDS, of_weight, 0, BLOCK_WORDS, BLOCK_WORDS // 4, 0)
-    shapes += (BLOCK_WORDS,) * form.decoded
     flat = 1 << 30
     views = []
     for address, words in zip(pointers, shapes, strict=True):
@@ -211,19 +207,14 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
             if cutlass.const_expr(form.layout is not None):
                 scale_code = scale_code_of(block_amax(made), scaling.share)
                 codes = code_words(made, sFactors[scale_code & 0x7F], form.target)
-                if cutlass.const_expr(form.decoded):
-                    halves = [nvfp4_values(word, scale_code) for word in codes]
-                    if exists:
-                        store(tensors.decoded, place, halves[0] + halves[1])
-                else:
-                    if exists:
-                        store(tensors.codes, place, codes)
-                    if block < round_up(blocks, layout.column_tile):
-                        if not exists:
-                            # Padding of the scales is written as zeros.
-                            scale_code = Uint32(0)
-                        at = layout.offset_of(Uint32(row), block, rows, blocks)
-                        tensors.scales[at] = Uint8(scale_code)
+                if exists:
+                    store(tensors.codes, place, codes)
+                if block < round_up(blocks, layout.column_tile):
+                    if not exists:
+                        # Padding of the scales is written as zeros.
+                        scale_code = Uint32(0)
+                    at = layout.offset_of(Uint32(row), block, rows, blocks)
+                    tensors.scales[at] = Uint8(scale_code)
 
 
 @cute.jit
@@ -262,8 +253,6 @@ _Operand = Operand[NormProblem]
 _REMEDY = "Allocate with KERNEL.allocate(problem, device); a layout goes with a decode scale."
 _QUANTISES = Presence[NormProblem](lambda of: of.layout is not None, _REMEDY)
 _KEEPS_VALUES = Presence[NormProblem](lambda of: of.writes_values, _REMEDY)
-_CODED = Presence[Any](lambda of: of.layout is not None and not of.decoded, _REMEDY)
-_DECODED = Presence[Any](lambda of: of.decoded, _REMEDY)
 _VALUES = Storage(Uint32, torch.bfloat16, 32)
 _SCALE = Storage(Float32, torch.float32, 4)
 _CODES, _SCALES = Storage(Uint32, torch.uint8, 8), Storage(Uint8, torch.uint8, 1)
@@ -284,9 +273,8 @@ KERNEL = Kernel[NormProblem, NormForm](
         _Operand("weight", _weight, lambda p: (p.columns,)),
         _Operand("decode_scale", _SCALE, lambda _: (1,), _QUANTISES, checked=as_vector),
         _Operand("normed", _VALUES, _shape, _KEEPS_VALUES, output=True, label="normed values"),
-        _Operand("codes", _CODES, lambda p: (p.rows, p.columns // 2), _CODED, output=True),
-        _Operand("scales", _SCALES, lambda p: (p.scale_bytes,), _CODED, output=True),
-        _Operand("decoded", _VALUES, _shape, _DECODED, output=True, passed=False),
+        _Operand("codes", _CODES, lambda p: (p.rows, p.columns // 2), _QUANTISES, output=True),
+        _Operand("scales", _SCALES, lambda p: (p.scale_bytes,), _QUANTISES, output=True),
     ),
     choose_form=facts.choose_norm_form,
     choose_tactic=facts.choose_norm_tactic,

@@ -136,22 +136,27 @@ def weight_of(score: Any, scale: Any, epsilon: Any, form: RouterForm) -> Any:
     return ops.multiply_rn(ops.divide_rn(score, ops.add_rn(total, epsilon)), scale)
 
 
-@cute.jit
-def routed(
+@cute.kernel
+def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to be handed on
     tensors: RouterTensors,
-    place: tuple[Any, Any, Any],
-    told: tuple[Any, ...],
+    extents: tuple[Int32, ...],
+    factors: tuple[Float32, ...],
     form: cutlass.Constexpr,
-) -> tuple[Any, Any]:
-    """Return to lane j the j-th expert of a token, -1 where there is none, and its weight.
-
-    `place` is the thread, the token, and the token's column of shared memory; `told` the numbers of
-    experts and of rows of the table, the scale of weights, and what is added to their sum.
-    """
-    thread, token, column = place
-    experts, vocabulary, scale, epsilon = told
-    lane = Uint32(thread) % LANES
+) -> None:
+    """Choose a token's experts and compute their weights."""
+    follow()
+    tokens, experts, vocabulary = extents
+    scale, epsilon = factors
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    lane, warp = Uint32(thread) % LANES, Uint32(thread) // LANES
+    own = Int32(block) * form.tokens
+    column = Uint32(0)  # of shared memory
+    if cutlass.const_expr(not form.few):
+        own, column = own + Int32(warp), warp
+    token = ops.minimum(own, tokens - 1)  # a warp too many repeats the last one, and writes nothing
     start = Int64(token) * Int64(experts)
+
     mine = Int32(facts.NONE)
     if cutlass.const_expr(form.by_table):
         row = Int64(tensors.ids[token])
@@ -197,45 +202,15 @@ def routed(
     if (lane < form.chosen) & (mine >= 0):
         logit = Float32(tensors.logits[start + Int64(mine)])
         score = facts.score_of(logit, form.scoring, square_root)
-    return mine, weight_of(score, scale, epsilon, form)
-
-
-@cute.jit
-def write_choice(
-    tensors: RouterTensors, place: tuple[Any, Any], found: tuple[Any, Any], form: cutlass.Constexpr
-) -> None:
-    """Write a lane's expert of a token, and its weight; place is the token and the lane."""
-    (token, lane), (mine, weight) = place, found
-    at = Int64(token) * form.chosen + Int64(lane)
-    tensors.experts[at] = mine
-    if mine < 0:
-        weight = Float32(0.0)
-    tensors.weights[at] = weight
-
-
-@cute.kernel
-def router_kernel(
-    tensors: RouterTensors,
-    extents: tuple[Int32, ...],
-    factors: tuple[Float32, ...],
-    form: cutlass.Constexpr,
-) -> None:
-    """Choose a token's experts and compute their weights."""
-    follow()
-    tokens, experts, vocabulary = extents
-    thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
-    lane, warp = Uint32(thread) % LANES, Uint32(thread) // LANES
-    own = Int32(block) * form.tokens
-    column = Uint32(0)  # of shared memory
-    if cutlass.const_expr(not form.few):
-        own, column = own + Int32(warp), warp
-    token = ops.minimum(own, tokens - 1)  # a warp too many repeats the last one, and writes nothing
-    mine, weight = routed(tensors, (thread, token, column), (experts, vocabulary, *factors), form)
+    weight = weight_of(score, scale, epsilon, form)
     if cutlass.const_expr(form.few):
         own = ops.select(warp == 0, own, tokens)  # the other warps have found the same
     if (lane < form.chosen) & (own < tokens):
-        write_choice(tensors, (token, lane), (mine, weight), form)
+        at = Int64(token) * form.chosen + Int64(lane)
+        tensors.experts[at] = mine
+        if mine < 0:
+            weight = Float32(0.0)
+        tensors.weights[at] = weight
 
 
 @cute.jit

@@ -53,7 +53,6 @@ _ROOMS = {
     ),
     "moe": (
         "simt_moe_rows",
-        "simt_routed_rows",
         "sm100_moe_nvfp4",
         "sm100_shared_expert",
         "sm90_moe_by_row",

@@ -28,7 +28,6 @@ from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
-from degarble.kernels.attention.problem import QueryProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.moe.problem import CombineProblem
 from degarble.kernels.primitives.kv_problem import WIDTH
@@ -63,8 +62,7 @@ def _rmsnorm(p: Any, t: Given) -> Made:
     require_tensor("weight", t["weight"], of_weight, (p.columns,), 16)
     x = t["values"].float()
     factor = 1.0 / (x.square().mean(-1, keepdim=True) + p.epsilon).sqrt()
-    normed = (t["weight"].float() * (x * factor)).to(BF16)
-    return (normed, _decoded_rows(normed, t["decode_scale"])) if p.decoded else (normed,)
+    return ((t["weight"].float() * (x * factor)).to(BF16),)
 
 
 def _residual_norm(p: Any, t: Given) -> Made:
@@ -87,20 +85,11 @@ def _residual_rows(p: Any, t: Given) -> Made:
 
 
 def _gemv(p: Any, t: Given) -> Made:
-    require_tensor("activations", t["x"], BF16, (p.rows, p.groups * (p.inner + p.beside)), 16)
+    require_tensor("activations", t["x"], BF16, (p.rows, p.groups * p.inner), 16)
     require_tensor("weight", t["weight"], BF16, (p.sums, p.inner), 16)
     x = t["x"]
-    if p.beside:
-        heads = x.reshape(p.rows, p.groups, -1)
-        plain = heads[..., : p.inner].flatten(1)
-        own = replace(p, beside=0, positions=0)
-        latent = _gemv(own, {**t, "x": plain})[0].reshape(p.rows, p.groups, -1)
-        query = QueryProblem(p.rows, p.groups, p.inner + p.beside, p.positions)
-        return (layer.latent_query(query, {**t, "latent": latent, "heads": heads})[0].flatten(1),)
     if p.turned:
-        heads = InverseRopeProblem(
-            p.rows, x.shape[1] // p.turned, p.positions, width=p.turned
-        )  # fmt: skip
+        heads = InverseRopeProblem(p.rows, x.shape[1] // p.turned, p.positions, width=p.turned)
         x = _inverse_rope(heads, {**t, "heads": x.reshape(p.rows, -1, p.turned)})[0].flatten(1)
     pairs = zip(x.float().chunk(p.groups, 1), t["weight"].float().chunk(p.groups), strict=True)
     out = torch.cat([x @ weight.T for x, weight in pairs], 1)
@@ -395,18 +384,6 @@ def _decoded_rows(values: Tensor, scale: Tensor) -> Tensor:
     return _quantise(problem, {"values": values, "decode_scale": scale})[0]
 
 
-def _routed_rows(p: Any, t: Given) -> Made:
-    """Route; in place of decoded rows, those of tokens, which FROM_ROWS quantises."""
-    chosen, weights = _router(p.router, t)
-    moe = p.by_row.moe
-    require_tensor("x", t["x"], BF16, (moe.tokens, moe.hidden), 32)
-    require_tensor("input scales", t["w13_input_scale"], F32, (p.by_row.experts,), 4)
-    slots = t["x"].repeat_interleave(moe.chosen, 0)
-    rows = torch.cat((t["x"], slots)) if p.by_row.shared else slots
-    places = torch.arange(moe.slots, dtype=torch.int32) + p.by_row.shared_rows
-    return chosen, weights, rows, places
-
-
 STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "simt_embed": _embed,
     "simt_rmsnorm": _rmsnorm,
@@ -448,8 +425,6 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "sm90_moe_nvfp4": layer.experts,
     "sm90_moe_by_row": layer.experts_by_row,
     "sm90_moe_by_row.PRODUCTS": layer.rows_by_row,
-    "sm90_moe_by_row.FROM_ROWS": layer.products_from_rows,
-    "simt_routed_rows": _routed_rows,
     "sm90_moe_by_row.SUM": layer.sum_by_row,
     "sm90_shared_expert": layer.shared_expert,
 }

@@ -143,14 +143,6 @@ def rows_by_row(p: Any, t: Given) -> Made:
     return rows, torch.arange(moe.slots, dtype=torch.int32) + p.shared_rows
 
 
-def products_from_rows(p: Any, t: Given) -> Made:
-    """Return every row's product; a token's rows are all the token here."""
-    require_tensor("rows", t["x_rows"], BF16, (p.rows, p.moe.hidden), 16)
-    x = t["x_rows"][p.shared_rows :: p.moe.chosen]
-    assert not p.shared or torch.equal(x, t["x_rows"][: p.shared_rows]), "rows of the same tokens"
-    return rows_by_row(p, {**t, "x": x.contiguous()})[:1]
-
-
 def sum_by_row(p: Any, t: Given) -> Made:
     """Add up rows of experts."""
     chosen = t["products"][t["places"].long()].reshape(p.tokens, p.chosen, p.hidden)

@@ -22,7 +22,6 @@ from degarble.harness.backends.graph.decoder import PIECE
 from degarble.harness.backends.graph.layers import V4Steps, V32Steps
 from degarble.harness.backends.graph.matrices import (
     FEW_ROWS,
-    JOINED,
     PRODUCTS,
     TILES,
     CodedGroups,
@@ -313,7 +312,6 @@ class Given:
     entry: str  # of the caches
     context: int = CONTEXT
     products: str = TILES  # how NVFP4 is multiplied by NVFP4
-    joined: tuple[str, ...] = JOINED  # short launches that very few lanes make as one
 
     def recorded(self, run: Callable[..., object], weights: Any, shared: Callable[[], Any]) -> Step:
         self.kernels.calls = []
@@ -327,9 +325,7 @@ def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
     config, found = given.config, []
     room = MemorySize(lanes, given.context, config.sliding_window, given.entry)
     for _ in range(SETS):
-        stepping = V4Steps(
-            given.kernels, config, Switches(), room, given.products, joined=given.joined
-        )
+        stepping = V4Steps(given.kernels, config, Switches(), room, given.products)
         weights = layer(config, block, given.every, given.recipe)
         weights = for_products(weights, given.products)
         indexes = weights.attn.indexer is not None
@@ -360,9 +356,7 @@ def steps_of_v32(given: Given, block: Block, lanes: int, rows: int) -> list[Step
     config, found = given.config, []
     room = MemorySize(lanes, given.context, 1, given.entry)
     for _ in range(SETS):
-        stepping = V32Steps(
-            given.kernels, config, Switches(), room, rows, given.products, joined=given.joined
-        )
+        stepping = V32Steps(given.kernels, config, Switches(), room, rows, given.products)
         weights = layer_v32(config, block, given.every, given.recipe)
         weights = for_products(weights, given.products)
         memory = latent_memory_of(room, gpu.DEVICE)

@@ -243,7 +243,7 @@ def _plain(_problem: Any, _target: str) -> str:
 
 TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "simt_embed": _plain,
-    "simt_rmsnorm": lambda p, _: "decoded as well" if p.decoded else "",
+    "simt_rmsnorm": _plain,
     "simt_residual_norm": lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum",
     "simt_residual_rows": lambda p, _: (
         f"of {'experts rows' if p.source == 'rows' else 'a row'}, "
@@ -301,10 +301,6 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     ),
     "sm90_moe_by_row.PRODUCTS": lambda p, _: (
         f"{p.moe.experts} experts{' and the shared one' if p.shared else ''}, not added up"
-    ),
-    "sm90_moe_by_row.FROM_ROWS": lambda p, _: f"{p.moe.experts} experts, of rows, not added up",
-    "simt_routed_rows": lambda p, _: (
-        f"{'by table' if p.router.vocabulary else p.router.scoring}, rows as well"
     ),
     "sm90_moe_by_row.SUM": lambda p, _: f"sum of {p.chosen} rows",
     "sm90_moe_by_row.ALONE": lambda _p, _: "one row of a matrix",

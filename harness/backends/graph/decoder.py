@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.backends.graph.layers import V4Steps, V32Steps
-from degarble.harness.backends.graph.matrices import FEW_ROWS, JOINED, TILES, require_products
+from degarble.harness.backends.graph.matrices import FEW_ROWS, TILES, require_products
 from degarble.harness.backends.graph.steps import (
     DecoderSize,
     MemorySize,
@@ -87,13 +87,11 @@ class Decoder:
         positions: int,
         *,
         products: str = TILES,
-        joined: tuple[str, ...] = JOINED,
     ) -> Decoder:
         """Lay out a bound model's weights, and allocate its memory.
 
         `products` says how NVFP4 activations meet NVFP4 weights: by tiles, or as few rows of at
-        most 64 lanes. It is decided here, so a row's bits do not depend on its company. `joined`
-        names short launches that very few lanes make as one, with the same bits.
+        most 64 lanes. It is decided here, so a row's bits do not depend on its company.
         """
         require_products(products, lanes)
         if kernels.target != SM90A.name:
@@ -101,7 +99,7 @@ class Decoder:
                 "target of a decoder", kernels.target, SM90A.name,
                 "Leave --graph out: what a layer launches has this form.",
             )  # fmt: skip
-        size = DecoderSize(lanes, positions, products, joined)
+        size = DecoderSize(lanes, positions, products)
         made: Decoder = family_of(bound.config).graph_decoder(kernels, bound, recipe, size)
         return made
 
@@ -121,7 +119,7 @@ class Decoder:
             )
             for layer in layers
         ]
-        steps = V4Steps(kernels, config, switches, room, size.products, joined=size.joined)
+        steps = V4Steps(kernels, config, switches, room, size.products)
         return cls(steps, laying.ends(), layers, memories)
 
     @classmethod
@@ -136,9 +134,7 @@ class Decoder:
         laying = V32Layout(bound, config, recipe, kernels.device, size.products)
         layers = [laying.layer(block) for block in config.layers]
         memories = [latent_memory_of(room, kernels.device) for _ in layers]
-        steps = V32Steps(
-            kernels, config, switches, room, size.lanes, size.products, joined=size.joined
-        )
+        steps = V32Steps(kernels, config, switches, room, size.lanes, size.products)
         prompts = V32Steps(kernels, config, switches, room, PIECE)  # many rows: always tiles
         ends = laying.ends()
         return cls(steps, ends, layers, memories, cls(prompts, ends, layers, memories))

@@ -10,20 +10,13 @@ import torch
 
 from degarble.harness.backends.cutedsl.attention import by_head
 from degarble.harness.backends.graph.matrices import (
-    CODE_JOINED,
-    HEADS_JOINED,
-    JOINED,
-    STREAMS_JOINED,
-    SUM_JOINED,
     TILES,
-    TURN_JOINED,
+    VERY_FEW_ROWS,
     CodedGroups,
     ExpertRows,
     added_up,
     coded_product,
     gemv_turned,
-    query_rows,
-    values_of_heads,
 )
 from degarble.harness.backends.graph.steps import (
     CACHE,
@@ -38,6 +31,7 @@ from degarble.harness.backends.graph.steps import (
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.kernels.attention.problem import AttentionProblem, KeyList, QueryProblem
 from degarble.kernels.cache.problem import CHOSEN, ENTRIES, WINDOW, PoolProblem
+from degarble.kernels.gemm.gemv_problem import inner_held
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
@@ -126,14 +120,11 @@ class V4Steps(DecoderSteps):
         switches: Switches,
         room: MemorySize,
         products: str = TILES,
-        *,
-        joined: tuple[str, ...] = JOINED,
     ) -> None:
-        super().__init__(kernels, config, switches, room, room.lanes, products, joined=joined)
+        super().__init__(kernels, config, switches, room, room.lanes, products)
         self.config = config
         # Whether streams are spread by the launch that projects them next.
-        served = mhc_few_problem.serves(self.rows, config.hidden_size)
-        self.spreads_later = STREAMS_JOINED in self.joined and served
+        self.spreads_later = self.by_row and mhc_few_problem.serves(self.rows, config.hidden_size)
 
     def run_layers(
         self,
@@ -311,8 +302,7 @@ class V4Steps(DecoderSteps):
             with self.aside(KEYS):
                 of_heads = self._write_keys(weights, w.indexer, memory, x)
         low = self._product("attn.wq_a", w.wq_a, x, normed.decoded_at(0))
-        query = self.normed_for(w.q_norm, low, self.scale_decoded(w.wq_b))
-        qr = query.values
+        qr = self.normed(w.q_norm, low)
         self.shown("attn.q_norm", x=low, out=qr)
         near, far = KeyList(self.room.window, self.room.pages(0)), None
         more = {"window_slots": lists.window, "window_cache": memory.window}
@@ -323,8 +313,7 @@ class V4Steps(DecoderSteps):
             assert memory.entries is not None, "a layer that compresses has entries"
             far = KeyList(slots.shape[1], self.room.pages(ratio))
             more |= {"entries_slots": slots, "entries_cache": memory.entries}
-        product = self._product("attn.wq_b", w.wq_b, qr, query.decoded_at(0))
-        heads = product.reshape(len(x), -1, WIDTH)
+        heads = self._product("attn.wq_b", w.wq_b, qr).reshape(len(x), -1, WIDTH)
         of_heads = QNormRopeProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
         (q,) = run("simt_qnorm_rope", of_heads, heads=heads, turns=table, positions=positions)
         self.meet()
@@ -350,17 +339,15 @@ class V4Steps(DecoderSteps):
         positions, groups = self.lanes.positions, w.wo_a
         if isinstance(groups, CodedGroups):
             return (coded_product(self.kernels, groups, out, (table, positions)),)
-        by_gemv = self.takes_gemv(groups.weight.shape[1])
-        if by_gemv and TURN_JOINED in self.joined:
-            scale = self.scale_decoded(w.wo_b) if CODE_JOINED in self.joined else None
+        if self.by_row and groups.weight.shape[1] <= inner_held(VERY_FEW_ROWS):
+            scale = self.scale_decoded(w.wo_b)
             return gemv_turned(self.kernels, groups, out, (table, positions), scale)
-        if groups.dense or by_gemv:
+        if groups.dense:
             back = InverseRopeProblem(lanes, heads, len(table))
             (turned,) = self.kernels.run(
                 "simt_inverse_rope", back, heads=out, turns=table, positions=positions
             )
-            of = 1 if groups.dense else groups.groups
-            return (self.dense(groups.weight, turned.flatten(1), of),)
+            return (self.dense(groups.weight, turned.flatten(1)),)
         columns, inner = groups.weight.shape[0] // groups.groups, groups.weight.shape[1]
         problem = GroupedProblem(lanes, groups.groups, columns, inner, WIDTH, len(table))
         return self.kernels.run(
@@ -536,13 +523,11 @@ class V32Steps(DecoderSteps):
         room: MemorySize,
         rows: int,
         products: str = TILES,
-        *,
-        joined: tuple[str, ...] = JOINED,
     ) -> None:
-        super().__init__(kernels, config, switches, room, rows, products, joined=joined)
+        super().__init__(kernels, config, switches, room, rows, products)
         self.config = config
         # Whether what experts made is added up where the residual is added.
-        self.sums_later = SUM_JOINED in self.joined and cluster_serves(config.hidden_size)
+        self.sums_later = self.by_row and cluster_serves(config.hidden_size)
         self._scale = softmax_scale(config)
         self._latent_epsilon = switches.latent_epsilon(config.rms_norm_eps)
 
@@ -643,20 +628,11 @@ class V32Steps(DecoderSteps):
             "sm90_sparse_attention", problem, q=q, sink=None,
             window_slots=slots, window_cache=memory.rows,
         )[0]  # fmt: skip
-        if self._by_gemv(w.value, out.shape[2]):
-            scale = self.scale_decoded(w.wo) if CODE_JOINED in self.joined else None
-            return self.multiply(w.wo, *values_of_heads(self.kernels, out, w.value, scale))
         return self.multiply(w.wo, by_head(self.kernels, out, w.value))
-
-    def _by_gemv(self, weight: Tensor, inner: int) -> bool:
-        """Tell whether the GEMV multiplies heads of so many values by their own matrices."""
-        return HEADS_JOINED in self.joined and weight.shape[1] == inner
 
     def _query(self, w: LatentWeights, heads: Tensor, table: Tensor) -> Tensor:
         """Multiply heads by their key matrices, and append their rotated parts: [B, H, 576]."""
         rows, count, width = heads.shape
-        if self._by_gemv(w.key, width - ROTATED):
-            return query_rows(self.kernels, heads, w.key, (table, self.lanes.positions))
         plain = heads[..., : width - ROTATED].contiguous()
         latent = by_head(self.kernels, plain, w.key).reshape(rows, count, WIDTH)
         problem = QueryProblem(rows, count, width, len(table))

@@ -30,8 +30,7 @@ from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProb
 from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import LARGEST_ROWS, W4A16Problem
 from degarble.kernels.moe import by_row_problem
-from degarble.kernels.moe.by_row_problem import ByRowProblem, RoutedRowsProblem
-from degarble.kernels.primitives.kv_problem import ROTATED
+from degarble.kernels.moe.by_row_problem import ByRowProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from degarble.harness.backends.cutedsl.kernels import ComponentPart, Kernels
     from degarble.harness.formats.weight import Weight
     from degarble.kernels.moe.problem import MoeProblem
-    from degarble.kernels.rows.router_problem import RouterProblem
 
 BF16, NVFP4, FP8, W4A16, W4A16_WGMMA = (
     f"sm90_gemm_{each}" for each in ("bf16", "nvfp4", "fp8_block", "w4a16", "w4a16_wgmma")
@@ -59,22 +57,11 @@ STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 # not on the number of its lanes nor on who is awake.
 ALONE = "sm90_moe_by_row.ALONE"  # one row of a matrix
 PRODUCTS_BY_ROW = "sm90_moe_by_row.PRODUCTS"  # of experts, not added up
-FROM_ROWS = "sm90_moe_by_row.FROM_ROWS"  # likewise, of rows that the router's launch made
 SUM_BY_ROW = "sm90_moe_by_row.SUM"
 TILES, FEW_ROWS = PRODUCTS = ("tiles", "few-rows")
 MOST_ROWS = LARGEST_ROWS
 MMA_ROWS = 16  # up to which mma is not slower: docs/design-notes/w4a16_kernel.md
 VERY_FEW_ROWS = 4  # up to which experts by row are not slower: docs/design-notes/moe_kernel.md
-
-# Short launches that graphs of very few lanes make as one, with the same bits. Streams: mHC's
-# spread with the next projection, and its mixing with the norm behind it. Norm: a query's latent
-# normed and decoded. Turn: heads are turned back where the GEMV reads them. Route: the router makes
-# experts' rows. Code: the GEMV quantises what it has made for the product behind it. Heads: the
-# GEMV multiplies V3.2's heads, and leaves whole query rows, or sums in NVFP4; its order of sums is
-# another one than that of tiles. Sum: experts' rows are added up where V3.2 adds the residual.
-JOINED = ("streams", "norm", "turn", "route", "code", "heads", "sum")
-STREAMS_JOINED, NORM_JOINED, TURN_JOINED, ROUTE_JOINED = JOINED[:4]
-CODE_JOINED, HEADS_JOINED, SUM_JOINED = JOINED[4:]
 
 
 def require_products(products: str, rows: int) -> None:
@@ -232,13 +219,13 @@ def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, *, few: bool) -> T
     return kernels.run("sm90_gemm_grouped", grouped, a=x_MK, b=weight_NK)[0]
 
 
-def by_gemv(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, out: str, groups: int = 1) -> Tensor:
-    """Multiply BF16 rows by a BF16 weight, or their groups each by its own, few rows a launch."""
-    columns, inner = weight_NK.shape[0] // groups, weight_NK.shape[1]
+def by_gemv(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, out: str) -> Tensor:
+    """Multiply BF16 rows by a BF16 weight, few rows a launch."""
+    columns, inner = weight_NK.shape
     most = max(each for each in ROWS if inner <= inner_held(each))
     tensors = [
         kernels.run(
-            "simt_gemv_bf16", GemvProblem(len(some), columns, inner, out, groups), x=own(some),
+            "simt_gemv_bf16", GemvProblem(len(some), columns, inner, out), x=own(some),
             weight=weight_NK,
         )[0]
         for some in x_MK.split(most)
@@ -261,44 +248,12 @@ def gemv_turned(
     of, weight = 1 if groups.dense else groups.groups, groups.weight
     columns, inner = weight.shape[0] // of, weight.shape[1]
     problem = GemvProblem(rows, columns, inner, "bf16", of, width, len(table))
-    problem, coded = coding(problem, scale)
+    if scale is not None and not decodes(problem):
+        scale = None
     return kernels.run(
-        "simt_gemv_bf16", problem, x=heads_MHL.flatten(1), weight=weight, turns=table,
-        positions=positions, decode_scale=coded,
+        "simt_gemv_bf16", replace(problem, decoded=scale is not None), x=heads_MHL.flatten(1),
+        weight=weight, turns=table, positions=positions, decode_scale=scale,
     )  # fmt: skip
-
-
-def coding(problem: GemvProblem, scale: Tensor | None) -> tuple[GemvProblem, Tensor | None]:
-    """Return a product that is quantised as well, and with which scale, where that can be."""
-    if scale is None or not decodes(problem):
-        return problem, None
-    return replace(problem, decoded=True), scale
-
-
-def query_rows(
-    kernels: Kernels, heads_MHL: Tensor, weight: Tensor, turning: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Multiply query heads by their key matrices, with turned parts behind: [M, H, 576]."""
-    (table, positions), (rows, count, _) = turning, heads_MHL.shape
-    columns, inner = len(weight) // count, weight.shape[1]
-    problem = GemvProblem(rows, columns, inner, "bf16", count, positions=len(table), beside=ROTATED)
-    (made,) = kernels.run(
-        "simt_gemv_bf16", problem, x=heads_MHL.flatten(1), weight=weight, turns=table,
-        positions=positions,
-    )  # fmt: skip
-    return made.reshape(rows, count, -1)
-
-
-def values_of_heads(
-    kernels: Kernels, heads_MHL: Tensor, weight: Tensor, scale: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Multiply heads by their value matrices; quantised and decoded as well where that can be."""
-    rows, count, inner = heads_MHL.shape
-    problem = GemvProblem(rows, len(weight) // count, inner, "bf16", count)
-    problem, coded = coding(problem, scale)
-    return kernels.run(
-        "simt_gemv_bf16", problem, x=heads_MHL.flatten(1), weight=weight, decode_scale=coded
-    )
 
 
 def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
@@ -449,26 +404,6 @@ def rows_of_experts(
         PRODUCTS_BY_ROW, problem, x=given["x"], experts=given["experts"], **tensors
     )
     return ExpertRows(products, places, weights, shared, problem)
-
-
-def rows_routed(
-    kernels: Kernels,
-    experts: Experts,
-    moe: MoeProblem,
-    router: RouterProblem,
-    given: Mapping[str, Tensor | None],
-) -> tuple[Tensor, ExpertRows]:
-    """Choose experts and make their rows in one launch; return the choice, and what they made."""
-    shared = given["shared"]
-    problem = ByRowProblem(moe, shared is None)
-    tensors = experts.tensors if shared is None else experts.routed
-    chosen, weights, rows, places = kernels.run(
-        "simt_routed_rows", RoutedRowsProblem(router, problem),
-        **{name: tensor for name, tensor in given.items() if name != "shared"},
-        w13_input_scale=tensors["w13_input_scale"],
-    )  # fmt: skip
-    (products,) = kernels.run(FROM_ROWS, problem, x_rows=rows, experts=chosen, **tensors)
-    return chosen, ExpertRows(products, places, weights, shared, problem)
 
 
 def added_up(kernels: Kernels, rows: ExpertRows) -> Tensor:

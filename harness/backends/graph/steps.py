@@ -16,15 +16,11 @@ import torch
 from degarble.harness.backends.graph.matrices import (
     BF16,
     FEW_ROWS,
-    JOINED,
-    NORM_JOINED,
-    ROUTE_JOINED,
     TILES,
     VERY_FEW_ROWS,
     W4A16,
     ExpertRows,
     Experts,
-    added_up,
     by_gemv,
     dense_product,
     experts_by_row,
@@ -34,12 +30,11 @@ from degarble.harness.backends.graph.matrices import (
     multiply,
     require_products,
     rows_of_experts,
-    rows_routed,
     widely,
 )
 from degarble.harness.backends.graph.weights import table_of_turns
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats.layouts import LINEAR, ceil_div
+from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.attention.problem import few_token_splits
 from degarble.kernels.cache.problem import SlotsProblem, overlaps, rows_of_ring
 from degarble.kernels.gemm.gemv_problem import inner_held
@@ -108,15 +103,11 @@ class MemorySize:
 
 
 class DecoderSize(NamedTuple):
-    """What a decoder is built for: lanes, positions of each, and how it multiplies NVFP4.
-
-    `joined` says which short launches a graph of very few lanes makes as one.
-    """
+    """What a decoder is built for: lanes, positions of each, and how it multiplies NVFP4."""
 
     lanes: int
     positions: int
     products: str = TILES
-    joined: tuple[str, ...] = JOINED
 
 
 @dataclass(frozen=True)
@@ -279,15 +270,12 @@ class DecoderSteps(ABC):
         room: MemorySize,
         rows: int,
         products: str = TILES,
-        *,
-        joined: tuple[str, ...] = JOINED,
     ) -> None:
         require_products(products, rows)
         self.kernels, self.room, self.rows = kernels, room, rows
         self.products = products  # how NVFP4 is multiplied by NVFP4: matrices.PRODUCTS
         self.few = few_rows_kernel(rows) if products == FEW_ROWS else ""
         self.by_row = products == FEW_ROWS and rows <= VERY_FEW_ROWS
-        self.joined = joined if self.by_row else ()
         self.switches = switches
         self.lanes = Lanes.at_rest(rows, getattr(config, "hc_mult", 1), kernels.device)
         self._of = config
@@ -384,10 +372,10 @@ class DecoderSteps(ABC):
         """Tell whether BF16 rows of so many values are multiplied by the GEMV."""
         return self.by_row and inner <= inner_held(1)
 
-    def dense(self, weight: Tensor, x: Tensor, groups: int = 1) -> Tensor:
-        """Multiply BF16 rows by a BF16 weight; by the GEMV also groups each by its own."""
+    def dense(self, weight: Tensor, x: Tensor) -> Tensor:
+        """Multiply BF16 rows by a BF16 weight."""
         if self.takes_gemv(weight.shape[1]):
-            return by_gemv(self.kernels, weight, x, "bf16", groups)
+            return by_gemv(self.kernels, weight, x, "bf16")
         return dense_product(self.kernels, weight, x)
 
     def widely(self, weight: Tensor, x: Tensor) -> Tensor:
@@ -404,22 +392,6 @@ class DecoderSteps(ABC):
         under_root = self._of.rms_norm_eps if epsilon is None else epsilon
         problem = NormProblem(rows, columns, under_root, norm.kind)
         return self.kernels.run("simt_rmsnorm", problem, values=x, weight=norm.weight)[0]
-
-    def normed_for(
-        self, norm: NormWeight, x: Tensor, scale: Tensor | None, epsilon: float | None = None
-    ) -> Normed:
-        """Apply RMSNorm, in the same launch quantise for the NVFP4 product that has this scale."""
-        rows, columns = x.shape
-        if scale is None or NORM_JOINED not in self.joined:
-            return Normed(self.normed(norm, x, epsilon))
-        under_root = self._of.rms_norm_eps if epsilon is None else epsilon
-        problem = NormProblem(
-            rows, columns, under_root, norm.kind, LINEAR.name, keeps_values=True, decoded=True
-        )
-        values, decoded = self.kernels.run(
-            "simt_rmsnorm", problem, values=x, weight=norm.weight, decode_scale=scale
-        )
-        return Normed(values, (decoded,))
 
     def scaled(self, x: Tensor, factor: float, out: torch.dtype) -> Tensor:
         """Multiply by a factor, in a dtype."""
@@ -456,11 +428,6 @@ class DecoderSteps(ABC):
         counts = (c.n_routed_experts, c.num_experts_per_tok, c.n_routed_experts)
         sizes = (rows, c.hidden_size, c.moe_intermediate_size)
         problem = MoeProblem(*sizes, *counts, limit, AFTER_W2)
-        if ROUTE_JOINED in self.joined:
-            of_rows = {"x": x, "logits": logits, "shared": shared, **given}
-            experts, made = rows_routed(self.kernels, w.experts, problem, router, of_rows)
-            self.shown("ffn.topk", logits=logits, experts=experts, weights=made.weights, **tokens)
-            return made if summed_later else added_up(self.kernels, made)
         experts, weights = self.kernels.run("simt_router", router, logits=logits, **given)
         self.shown("ffn.topk", logits=logits, experts=experts, weights=weights, **tokens)
         of_tokens = {"x": x, "experts": experts, "weights": weights, "shared": shared}

@@ -18,8 +18,8 @@ from degarble.harness.backends.graph.decoder import PIECE, Decoder, DecoderLogit
 from degarble.harness.backends.graph.matrices import (
     ALONE,
     FEW_ROWS,
-    JOINED,
     TILES,
+    VERY_FEW_ROWS,
     W4A16,
     CodedGroups,
     Experts,
@@ -89,11 +89,11 @@ def by_steps(
     opened: OpenModel,
     seen: Callable[..., None] | None = None,
     products: str = TILES,
-    joined: tuple[str, ...] = JOINED,
+    lanes: int = 3,
 ) -> torch.Tensor:
     bound = opened.logits_model.bound
     decoder = Decoder.from_model(
-        StandIn(seen), bound, opened.recipe, 3, POSITIONS, products=products, joined=joined
+        StandIn(seen), bound, opened.recipe, lanes, POSITIONS, products=products
     )
     return said(DecoderLogitsModel(bound, decoder))
 
@@ -117,25 +117,14 @@ def test_a_step_is_its_parts_bit_by_bit(opened: OpenModel, one_by_one: torch.Ten
 
 
 BY_TILES = {"sm90_gemm_nvfp4", "sm90_shared_expert", "sm90_moe_nvfp4"}
+# What very few rows launch, and what more of them launch in its place.
+JOINED = {"simt_mhc_onward", "simt_mhc_norm", "sm90_moe_by_row.PRODUCTS"}
+APART = {"simt_inverse_rope"}
 
 
-# What launches where short ones are joined, and what only where they are apart.
-BY_JOINED = {
-    "streams": ({"simt_mhc_onward", "simt_mhc_norm"}, set()),
-    "norm": (set(), set()),
-    "turn": (set(), {"simt_inverse_rope"}),
-    "code": (set(), set()),
-    "heads": (set(), set()),
-    "sum": (set(), set()),
-    "route": ({"simt_routed_rows", "sm90_moe_by_row.FROM_ROWS"}, {"simt_router"}),
-}
-
-
-@pytest.mark.parametrize(
-    "joined", [(), JOINED, *((each,) for each in JOINED), ("turn", "code")], ids="-".join
-)
+@pytest.mark.parametrize("lanes", [3, 5])
 def test_products_of_few_rows_have_the_arithmetic_of_tiles(
-    opened: OpenModel, one_by_one: torch.Tensor, joined: tuple[str, ...]
+    opened: OpenModel, one_by_one: torch.Tensor, lanes: int
 ) -> None:
     """Stand-ins add up in one order: then decoded activations give the bits that codes give."""
     launched: set[str] = set()
@@ -143,13 +132,10 @@ def test_products_of_few_rows_have_the_arithmetic_of_tiles(
     def seen(kernel: str, _problem: Any, _given: dict[str, Any]) -> None:
         launched.add(kernel)
 
-    assert torch.equal(by_steps(opened, seen, FEW_ROWS, joined), one_by_one)
+    assert torch.equal(by_steps(opened, seen, FEW_ROWS, lanes), one_by_one)
     assert "sm90_gemm_w4a16" in launched
-    assert any(each.startswith("sm90_moe_by_row") for each in launched)
-    assert not launched & BY_TILES
-    for name, (there, gone) in BY_JOINED.items():
-        assert there <= launched if name in joined else not there & launched
-        assert gone & launched if gone and name not in joined else not gone & launched
+    assert launched & BY_TILES == (set() if lanes <= VERY_FEW_ROWS else {"sm90_moe_nvfp4"})
+    assert launched & {*JOINED, *APART} == (JOINED if lanes <= VERY_FEW_ROWS else APART)
 
 
 def test_a_wrong_factor_of_few_rows_changes_what_is_said(

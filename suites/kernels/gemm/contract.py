@@ -158,13 +158,12 @@ def _few_rows_code(target: str) -> Iterator[MachineCode]:
 
 
 def _few_rows_joined_code(target: str) -> Iterator[MachineCode]:
-    """Forms that turn, quantise, or leave query rows."""
+    """Forms that turn heads back, or quantise."""
     for rows in (1, 4):
         for problem in (
             GemvProblem(rows, 1024, 4096, "bf16", 8, 512, 9),
             GemvProblem(rows, 1024, 4096, "bf16", 8, 512, 9, decoded=True),
-            GemvProblem(rows, 512, 128, "bf16", 128, positions=9, beside=64),
-            GemvProblem(rows, 128, 512, "bf16", 128, decoded=True),
+            GemvProblem(rows, 1024, 4096, "bf16", 8, decoded=True),
         ):
             form = gemv_problem.choose_form(problem, target)
             fused = form.walk.ahead * gemv_problem.VECTOR * form.walk.together * rows

@@ -397,7 +397,7 @@ def test_what_is_held_fits_and_covers_every_step() -> None:
 @pytest.mark.parametrize(("rows", "wanted"), [(1, [1, 2, 2, 2, 2]), (2, [1, 1, 1, 4, 4])])
 def test_a_weight_of_few_rows_is_spread_over_all_warps(rows: int, wanted: list[int]) -> None:
     extents = ((64, 1), (1280, 1), (8191, 1), (8192, 1), (1024, 8))
-    problems = [GemvProblem(rows, columns, 768, groups=groups) for columns, groups in extents]
+    problems = [GemvProblem(rows, columns, 64, groups=groups) for columns, groups in extents]
     forms = [choose_gemv_form(problem, "sm_90a") for problem in problems]
     assert [form.walk.together for form in forms] == wanted
 

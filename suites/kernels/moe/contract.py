@@ -11,9 +11,8 @@ from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm import w4a16_problem as w4a16
 from degarble.kernels.moe import by_row_problem as by_row
 from degarble.kernels.moe import problem as facts
-from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeForm, RoutedRowsProblem
+from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeForm
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, CombineForm, MoeProblem, RowsForm
-from degarble.kernels.rows.router_problem import RouterProblem
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 from degarble.suites.kernels import gemm_code
 from degarble.suites.kernels.contract import (
@@ -28,7 +27,6 @@ from degarble.suites.kernels.contract import (
 from degarble.suites.kernels.moe import by_row_checks
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe.moe_checks import Case
-from degarble.suites.kernels.rows import router_checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -109,22 +107,6 @@ def _by_row_code() -> Iterator[MachineCode]:
             )  # fmt: skip
 
 
-ROUTERS = {
-    "V4-Flash": RouterProblem(1, **router_checks.V4_FLASH),
-    "V3.2": RouterProblem(1, **router_checks.V32),
-    "by table": RouterProblem(1, **router_checks.V4_PRO, vocabulary=129_280),
-}
-
-
-def _routed_code() -> Iterator[MachineCode]:
-    for target, (name, router) in product(TARGETS, ROUTERS.items()):
-        moe = MoeProblem(1, 4096, 2048, router.experts, router.chosen, router.experts)
-        problem = RoutedRowsProblem(router, ByRowProblem(moe, shared=True))
-        form = by_row.choose_routed_form(problem, target)
-        slow = (target, name) != (SM90A.name, "V4-Flash")
-        yield MachineCode("simt_routed_rows", form, 64, slow=slow)
-
-
 def _by_row_form(form: W4A16ByRowForm, *, slow: bool) -> MachineCode:
     native = TARGETS[form.target].converts_e2m1
     counts = {
@@ -165,7 +147,7 @@ def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
     return list(kept.values())
 
 
-CODE = [*_once(_code()), *_once(_by_row_code()), *_once(_routed_code())]
+CODE = [*_once(_code()), *_once(_by_row_code())]
 
 
 # ---- cases ---------------------------------------------------------------------------------------

@@ -109,9 +109,6 @@ def _code(target: str) -> Iterator[MachineCode]:
     for columns, weight, layout in product((512, 7168, 16_384), NORM_WEIGHTS, (None, *LAYOUTS)):
         for keeps_values in (False, True)[: 2 if layout else 1]:
             yield _norm_code(NormProblem(1, columns, 1e-6, weight, layout, keeps_values), target)
-    for columns, keeps_values in product((512, 1536), (False, True)):
-        decoded = NormProblem(1, columns, 1e-6, "bf16", "linear", keeps_values, decoded=True)
-        yield _norm_code(decoded, target)
     yield from _joined_code(target)
     for name, routed in ROUTERS.items():
         many = replace(routed, tokens=router_problem.FEW_TOKENS + 1)

@@ -2,8 +2,7 @@
 
 Each of the others has a proof of its own, by its definition. Every bit of what a joined launch
 leaves has to be theirs; outputs hold poison before. Kernels: simt_mhc_onward, simt_mhc_norm,
-simt_residual_rows, simt_routed_rows, and the forms of simt_rmsnorm and simt_gemv_bf16 that
-quantise, turn back, or leave query rows.
+simt_residual_rows, and the forms of simt_gemv_bf16 that turn back or quantise.
 """
 
 from __future__ import annotations
@@ -17,15 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.formats.layouts import LINEAR
-from degarble.kernels.attention.problem import QueryProblem
 from degarble.kernels.gemm.gemv_problem import GemvProblem, decodes
-from degarble.kernels.moe.by_row_problem import (
-    ByRowProblem,
-    ByRowSum,
-    DecodeProblem,
-    RoutedRowsProblem,
-)
-from degarble.kernels.moe.problem import AFTER_W2, MoeProblem
+from degarble.kernels.moe.by_row_problem import ByRowSum
 from degarble.kernels.primitives.kv_problem import ROTATED
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
 from degarble.kernels.rows.mhc_few_problem import MOST_TOKENS, MhcNormProblem, OnwardProblem
@@ -38,14 +30,11 @@ from degarble.kernels.rows.mhc_problem import (
 )
 from degarble.kernels.rows.problem import (
     InverseRopeProblem,
-    NormProblem,
     ResidualProblem,
     ResidualRowsProblem,
 )
-from degarble.kernels.rows.router_problem import RouterProblem
 from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels import row_checks as checks
-from degarble.suites.kernels.rows import router_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -56,11 +45,10 @@ if TYPE_CHECKING:
 
 POSITIONS = 70  # rows of a table of turns
 STREAMS_OF_TOKENS = ((1, 4096), (4, 4096), (1, 7168), (3, 7168), (2, 192), (1, 64))
-NORM, GEMV = "simt_rmsnorm", "simt_gemv_bf16"
-ONWARD, MIXED = "simt_mhc_onward", "simt_mhc_norm"
-RESIDUAL, ROUTED = "simt_residual_rows", "simt_routed_rows"
-KERNELS = (ONWARD, MIXED, RESIDUAL, ROUTED, NORM, GEMV)
-NAMES = {kernel: f"{kernel}-joined" if kernel in {NORM, GEMV} else kernel for kernel in KERNELS}
+ONWARD, MIXED, RESIDUAL = "simt_mhc_onward", "simt_mhc_norm", "simt_residual_rows"
+GEMV = "simt_gemv_bf16"
+KERNELS = (ONWARD, MIXED, RESIDUAL, GEMV)
+NAMES = {kernel: kernel for kernel in KERNELS} | {GEMV: f"{GEMV}-joined"}
 
 
 @dataclass(frozen=True)
@@ -150,31 +138,10 @@ def _residual(case: Case) -> Given:
     return given | {"made": case.values(1, p.rows, p.columns)}
 
 
-def _routed(case: Case) -> Given:
-    p: RoutedRowsProblem = case.problem
-    router = router_checks.RouterCase(p.router, "special" if case.seed else "ordinary", case.seed)
-    given = {"logits": router.logits}
-    if p.router.vocabulary:
-        given["ids"], given["table"] = router.table
-    else:
-        given["bias"] = router.bias
-    scales = case.numbers(3, p.by_row.experts).abs() * 1e-2 + 1e-4
-    x = case.values(1, p.router.tokens, p.by_row.moe.hidden)
-    return given | {"x": x, "w13_input_scale": scales}
-
-
-def _norm(case: Case) -> Given:
-    p: NormProblem = case.problem
-    return {
-        "values": case.values(0, p.rows, p.columns), "weight": case.weight(p.weight, p.columns),
-        "decode_scale": case.scale(1),
-    }  # fmt: skip
-
-
 def _gemv(case: Case) -> Given:
     p: GemvProblem = case.problem
     given = {
-        "x": case.values(0, p.rows, p.groups * (p.inner + p.beside)),
+        "x": case.values(0, p.rows, p.groups * p.inner),
         "weight": checks.spread((p.sums, p.inner), "ordinary", case.seed + 1),
     }
     if p.positions:
@@ -233,7 +200,7 @@ def _mixed_apart(p: MhcNormProblem, given: Given) -> Given:
     told = {name: given[name] for name in ("streams", "base", "scale")}
     mixed = _run("simt_mhc", p.mix, products=products, squares=squares, **told)
     made = {name: mixed[name] for name in ("post", "mix", "out")}
-    normed = _run(NORM, p.norm, values=made["out"], weight=given["weight"])["normed"]
+    normed = _run("simt_rmsnorm", p.norm, values=made["out"], weight=given["weight"])["normed"]
     rows = {
         f"decoded{number}": _decoded(normed, given[f"decode_scale{number}"])
         for number in range(p.decoded)
@@ -265,24 +232,6 @@ def _residual_apart(p: ResidualRowsProblem, given: Given) -> Given:
     return _run("simt_residual_norm", p.sums, values=made, **told)
 
 
-def _routed_apart(p: RoutedRowsProblem, given: Given) -> Given:
-    of_router = {name: given[name] for name in ("logits", "bias", "ids", "table") if name in given}
-    choice = _run("simt_router", p.router, **of_router)
-    rows = _run(
-        "sm90_moe_by_row.ROWS", DecodeProblem(p.by_row, "values"), x=given["x"],
-        experts=choice["experts"], w13_input_scale=given["w13_input_scale"],
-    )  # fmt: skip
-    return choice | rows
-
-
-def _norm_apart(p: NormProblem, given: Given) -> Given:
-    plain = NormProblem(p.rows, p.columns, p.epsilon, p.weight)
-    told = {name: given[name] for name in ("values", "weight")}
-    normed = _run(NORM, plain, **told)["normed"]
-    rows = {"normed": normed} if p.keeps_values else {}
-    return rows | {"decoded": _decoded(normed, given["decode_scale"])}
-
-
 def _gemv_apart(p: GemvProblem, given: Given) -> Given:
     x, plain = given["x"], GemvProblem(p.rows, p.columns, p.inner, p.out, p.groups)
     turning = {name: given[name] for name in ("turns", "positions") if name in given}
@@ -290,24 +239,15 @@ def _gemv_apart(p: GemvProblem, given: Given) -> Given:
         back = InverseRopeProblem(p.rows, x.shape[1] // p.turned, p.positions, width=p.turned)
         heads = x.reshape(p.rows, -1, p.turned)
         x = _run("simt_inverse_rope", back, heads=heads, **turning)["out"].flatten(1)
-    if p.beside:
-        heads = x.reshape(p.rows, p.groups, -1)
-        x = heads[..., : p.inner].flatten(1).contiguous()
     out = _run(GEMV, plain, x=x, weight=given["weight"])["out"]
-    if p.beside:
-        query = QueryProblem(p.rows, p.groups, p.inner + p.beside, p.positions)
-        latent = out.reshape(p.rows, p.groups, -1)
-        out = _run("simt_latent_query", query, latent=latent, heads=heads, **turning)["out"]
-        out = out.flatten(1)
     return {"out": out} | ({"decoded": _decoded(out, given["decode_scale"])} if p.decoded else {})
 
 
 GIVEN: dict[str, Callable[[Case], Given]] = {
-    ONWARD: _onward, MIXED: _mixed, RESIDUAL: _residual, ROUTED: _routed, NORM: _norm, GEMV: _gemv,
+    ONWARD: _onward, MIXED: _mixed, RESIDUAL: _residual, GEMV: _gemv,
 }  # fmt: skip
 APART: dict[str, Callable[[Any, Given], Given]] = {
-    ONWARD: _onward_apart, MIXED: _mixed_apart, RESIDUAL: _residual_apart, ROUTED: _routed_apart,
-    NORM: _norm_apart, GEMV: _gemv_apart,
+    ONWARD: _onward_apart, MIXED: _mixed_apart, RESIDUAL: _residual_apart, GEMV: _gemv_apart,
 }  # fmt: skip
 
 
@@ -351,12 +291,6 @@ def mismatch(case: Case) -> str:
 # ---- cases ---------------------------------------------------------------------------------------
 
 
-def _by_row(router: RouterProblem, hidden: int, *, shared: bool) -> RoutedRowsProblem:
-    counts = (router.experts, router.chosen, router.experts)
-    moe = MoeProblem(router.tokens, hidden, 416, *counts, 10.0, AFTER_W2)
-    return RoutedRowsProblem(router, ByRowProblem(moe, shared))
-
-
 def _onward_problems() -> Iterator[OnwardProblem]:
     for tokens, width in STREAMS_OF_TOKENS:
         yield OnwardProblem(tokens, width)
@@ -380,31 +314,12 @@ def _residual_problems() -> Iterator[ResidualRowsProblem]:
         yield ResidualRowsProblem(sums, "rows", 8, 9 * rows, rides=True)
 
 
-def _routed_problems() -> Iterator[RoutedRowsProblem]:
-    for tokens, shared in product((1, 2, 4), (False, True)):
-        for of, hidden in ((router_checks.V4_FLASH, 4096), (router_checks.V32, 7168)):
-            yield _by_row(RouterProblem(tokens, **of), hidden, shared=shared)
-        yield _by_row(RouterProblem(tokens, 256, 6, vocabulary=40), 4128, shared=shared)
-
-
-def _norm_problems() -> Iterator[NormProblem]:
-    for rows, columns, weight in (
-        (1, 1024, "bf16"), (4, 1024, "fp32"), (3, 1536, "fp32"), (300, 7168, "bf16"),
-        (5, 64, "bf16"),
-    ):  # fmt: skip
-        problem = NormProblem(rows, columns, 1e-6, weight, LINEAR.name, decoded=True)
-        yield problem
-        yield replace(problem, keeps_values=True)
-
-
 def _gemv_problems() -> Iterator[GemvProblem]:
     for rows in (1, 2, 3, 4):
         turned = GemvProblem(rows, 1024, 4096, "bf16", 8, 512, POSITIONS)
         narrow = GemvProblem(rows, 48, 256, "bf16", 2, 128, POSITIONS)
         values = GemvProblem(rows, 128, 512, "bf16", 128)
         yield from (turned, narrow)
-        yield GemvProblem(rows, 512, 128, "bf16", 128, positions=POSITIONS, beside=ROTATED)
-        yield GemvProblem(rows, 24, 192, "bf16", 3, positions=POSITIONS, beside=ROTATED)
         yield from (
             replace(each, decoded=True) for each in (turned, narrow, values) if decodes(each)
         )
@@ -412,7 +327,7 @@ def _gemv_problems() -> Iterator[GemvProblem]:
 
 PROBLEMS: dict[str, Callable[[], Iterator[Any]]] = {
     ONWARD: _onward_problems, MIXED: _mixed_problems, RESIDUAL: _residual_problems,
-    ROUTED: _routed_problems, NORM: _norm_problems, GEMV: _gemv_problems,
+    GEMV: _gemv_problems,
 }  # fmt: skip
 
 
@@ -427,8 +342,7 @@ def fuzzed(kernel: str, seed: int, count: int) -> list[Case]:
     """Draw cases."""
     drawn = random.Random(seed)
     problem = {
-        ONWARD: _any_onward, MIXED: _any_mixed, RESIDUAL: _any_residual, ROUTED: _any_routed,
-        NORM: _any_norm, GEMV: _any_gemv,
+        ONWARD: _any_onward, MIXED: _any_mixed, RESIDUAL: _any_residual, GEMV: _any_gemv,
     }[kernel]  # fmt: skip
     return [
         Case(kernel, problem(drawn), drawn.choice(checks.SPREADS), drawn.randrange(1 << 30))
@@ -464,25 +378,8 @@ def _any_residual(drawn: random.Random) -> ResidualRowsProblem:
     return ResidualRowsProblem(sums, "rows", chosen, (chosen + rides) * rows, rides)
 
 
-def _any_routed(drawn: random.Random) -> RoutedRowsProblem:
-    of = drawn.choice((router_checks.V4_FLASH, router_checks.V32, router_checks.V4_PRO))
-    router = RouterProblem(drawn.randint(1, 5), **of)
-    hidden = 32 * drawn.randint(2, 224)
-    return _by_row(router, hidden, shared=drawn.random() < 0.5)
-
-
-def _any_norm(drawn: random.Random) -> NormProblem:
-    columns = 16 * drawn.choice((drawn.randint(4, 64), drawn.randint(65, 700)))
-    weight, keeps = drawn.choice(("bf16", "fp32")), drawn.random() < 0.5
-    told = (drawn.choice((1e-6, 1e-20)), weight, LINEAR.name)
-    return NormProblem(drawn.randint(1, 40), columns, *told, keeps, decoded=True)
-
-
 def _any_gemv(drawn: random.Random) -> GemvProblem:
     rows, groups = drawn.randint(1, 4), drawn.randint(1, 9)
-    if drawn.random() < 0.4:
-        told = (rows, 8 * drawn.randint(1, 90), 8 * drawn.randint(1, 40), "bf16", groups)
-        return GemvProblem(*told, positions=POSITIONS, beside=ROTATED)
     width = drawn.choice((128, 512))
     told = (rows, 16 * drawn.randint(1, 70), width * drawn.randint(1, 5), "bf16", groups)
     problem = GemvProblem(*told, width, POSITIONS)

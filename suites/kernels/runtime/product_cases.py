@@ -10,12 +10,7 @@ from degarble.kernels.gemm.gemv_problem import GemvProblem
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
-from degarble.kernels.moe.by_row_problem import (
-    ByRowProblem,
-    DecodeProblem,
-    RoutedRowsProblem,
-    summed,
-)
+from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeProblem, summed
 from degarble.kernels.moe.problem import (
     BEFORE_W2,
     GATE_AND_UP,
@@ -26,7 +21,6 @@ from degarble.kernels.moe.problem import (
     rows_of_call,
     scale_bytes,
 )
-from degarble.kernels.rows.router_problem import RouterProblem
 from degarble.suites.kernels.runtime.launch_case import (
     BF16,
     BYTES,
@@ -115,9 +109,6 @@ def _few_rows_cases() -> Iterator[LaunchCase]:
         scale = {"decode_scale": Given(FP32, (1,))}
         decoded = replace(turned, decoded=True)
         yield LaunchCase("simt_gemv_bf16", decoded, of_groups | turning | scale, target)
-        heads = {"x": Given(BF16, (rows, 768)), "weight": Given(BF16, (256, 128))}
-        beside = GemvProblem(rows, 64, 128, "bf16", 4, positions=9, beside=64)
-        yield LaunchCase("simt_gemv_bf16", beside, heads | turning, target)
     for rows, layout in ((1, "linear"), (9, "128x4"), (16, "linear")):
         w4_a16_problem = W4A16Problem(rows, 256, 512, layout)
         blocks = Given(BYTES, (w4_a16_problem.scale_bytes,))
@@ -280,25 +271,8 @@ def _by_row_cases() -> Iterator[LaunchCase]:
             yield LaunchCase(f"sm90_moe_by_row.{name}", of, own, target)
         of_matrices = {name: of for name, of in given.items() if name.startswith("w")}
         of_matrices.pop("weights")
-        for name, names in (("PRODUCTS", ("x", "experts")), ("FROM_ROWS", ("x_rows", "experts"))):
-            own = {each: every[each] for each in names} | of_matrices
-            yield LaunchCase(f"sm90_moe_by_row.{name}", problem, own, target)
-        yield from _routed_cases(problem, every, target)
-
-
-def _routed_cases(
-    problem: ByRowProblem, every: dict[str, Given], target: str
-) -> Iterator[LaunchCase]:
-    """A router that makes rows as well."""
-    scored = RouterProblem(3, 4, 2, scale=2.5, epsilon=1e-20)
-    own = {"logits": Given(FP32, (3, 4))}
-    own |= {name: every[name] for name in ("x", "w13_input_scale")}
-    of = RoutedRowsProblem(scored, problem)
-    yield LaunchCase("simt_routed_rows", of, own | {"bias": Given(FP32, (4,))}, target)
-    looked_up = RoutedRowsProblem(RouterProblem(3, 4, 2, vocabulary=40), problem)
-    own |= {"ids": Given(INT64, (3,)), "table": Given(INT64, (40, 2))}
-    out = {name: every[name] for name in ("experts", "weights", "x_rows", "places")}
-    yield LaunchCase("simt_routed_rows", looked_up, own | out, target)
+        own = {each: every[each] for each in ("x", "experts")} | of_matrices
+        yield LaunchCase("sm90_moe_by_row.PRODUCTS", problem, own, target)
 
 
 def _order(rows: RowsProblem) -> dict[str, Given]:
@@ -338,9 +312,8 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "sm90_shared_expert": _shared_expert,
     **{
         f"sm90_moe_by_row.{name}": _of_several(name)
-        for name in ("ROWS", "FC1", "GATED", "FC2", "SUM", "PRODUCTS", "FROM_ROWS")
+        for name in ("ROWS", "FC1", "GATED", "FC2", "SUM", "PRODUCTS")
     },
-    "simt_routed_rows": _by_name,
     **{f"simt_moe_rows.{name}": _of_several(name) for name in ("PLAN", "GATHER", "COMBINE")},
     **{
         f"{architecture}_moe_nvfp4.{name}": _of_several(name)

@@ -51,7 +51,6 @@ DESCRIBED = (
     "simt_residual_norm",
     "simt_residual_rows",
     "simt_rmsnorm",
-    "simt_routed_rows",
     "simt_router",
     "simt_scale",
     "simt_slots",
@@ -82,15 +81,12 @@ DESCRIBED = (
 )
 SEQUENCES = (
     "sm100_moe_nvfp4", "sm100_shared_expert", "sm90_moe_by_row", "sm90_moe_nvfp4",
-    "sm90_shared_expert", "sm90_moe_by_row.PRODUCTS", "sm90_moe_by_row.FROM_ROWS",
+    "sm90_shared_expert", "sm90_moe_by_row.PRODUCTS",
 )  # fmt: skip
 # Named for the first target that they had.
 ANYWHERE = (
     "sm90_gemm_w4a16", "sm90_moe_by_row",
-    *(
-        f"sm90_moe_by_row.{name}"
-        for name in ("FC1", "FC2", "GATED", "ROWS", "SUM", "PRODUCTS", "FROM_ROWS")
-    ),
+    *(f"sm90_moe_by_row.{name}" for name in ("FC1", "FC2", "GATED", "ROWS", "SUM", "PRODUCTS")),
 )  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
