@@ -50,6 +50,7 @@ from degarble.suites.kernels.moe import by_row_checks, moe_checks
 from degarble.suites.kernels.quantise import quantise_checks
 from degarble.suites.kernels.rows import (
     head_checks,
+    joined_checks,
     mhc_project_checks,
     residual_checks,
     router_checks,
@@ -200,6 +201,12 @@ def _streams() -> None:
         mhc_project_checks.on_device(projected)
 
 
+def _joined() -> None:
+    for kernel in joined_checks.KERNELS:
+        for case in joined_checks.fuzzed(kernel, SEED, 4):
+            joined_checks.on_device(case)
+
+
 def _rows() -> None:
     for case in row_checks.fuzzed_norms(SEED, 8):
         row_checks.norm_on_device(case)
@@ -295,6 +302,7 @@ GROUPS = {
     "compressor": Group(_compressor, ("simt_compressor",)),
     "paged_pool": Group(_paged_pool, ("simt_paged_pool",)),
     "streams": Group(_streams, ("simt_mhc", "simt_mhc_project")),
+    "joined": Group(_joined, joined_checks.KERNELS),
     "rows": Group(
         _rows, ("simt_rmsnorm", "simt_gemv_bf16", "simt_qnorm_rope", "simt_inverse_rope")
     ),

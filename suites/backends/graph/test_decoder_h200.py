@@ -10,10 +10,13 @@ import torch
 
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
+from degarble.harness.backends.graph import layers
 from degarble.harness.backends.graph.decoder import Decoder, DecoderLogitsModel
 from degarble.harness.backends.graph.matrices import FEW_ROWS, TILES
 from degarble.harness.cli.values import settings_here
 from degarble.harness.inference.model import open_model
+from degarble.kernels.gemm.gemv_problem import GemvProblem
+from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.references.model import Sequence
 from degarble.references.numerics import KeyValueCache
 from degarble.suites.backends import cutedsl_cases as cases
@@ -21,6 +24,8 @@ from degarble.suites.backends import cutedsl_cases as cases
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from degarble.harness.backends.cutedsl.kernels import Kernels
+    from degarble.harness.backends.graph.matrices import DenseGroups
     from degarble.harness.inference.model import OpenModel
 
 pytestmark = [pytest.mark.h200, pytest.mark.needs("cutlass")]
@@ -136,6 +141,45 @@ def test_products_of_few_rows_replay_and_know_no_company(
             sequences = [first, *[others] * (lanes - 1)]
             for one, two in zip(theirs, walked(graph, sequences), strict=True):
                 assert torch.equal(bits(one[0]), bits(two[0])), f"{lanes} lanes"
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_joined_launches_have_the_bits_of_their_parts(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, lanes: int
+) -> None:
+    """A replayed graph of few lanes against eager steps whose short launches are apart."""
+    sequences = [ids_of(140, seed) for seed in range(lanes)]
+    joined, apart = (decoder_of(opened, lanes, products=FEW_ROWS) for _ in range(2))
+    joined.capture()
+    ours = walked(joined, sequences)
+    of_family = "sums_later" if joined.prompts else "spreads_later"
+    assert getattr(joined.stepping, of_family)
+    setattr(apart.stepping, of_family, False)
+    monkeypatch.setattr(layers, "gemv_turned", turned_apart)
+    for number, (one, two) in enumerate(zip(walked(apart, sequences), ours, strict=True)):
+        assert torch.equal(bits(one), bits(two)), f"step {number // 2}"
+    for one, two in zip(apart.memories, joined.memories, strict=True):
+        for mine, other in zip(one.tensors, two.tensors, strict=True):
+            assert torch.equal(bits(mine), bits(other))
+
+
+def turned_apart(
+    kernels: Kernels,
+    groups: DenseGroups,
+    heads: torch.Tensor,
+    turning: tuple[torch.Tensor, torch.Tensor],
+    _scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Do what `gemv_turned` does by two launches; what follows quantises."""
+    (table, positions), (rows, count, _) = turning, heads.shape
+    of = 1 if groups.dense else groups.groups
+    back = InverseRopeProblem(rows, count, len(table))
+    (turned,) = kernels.run(
+        "simt_inverse_rope", back, heads=heads, turns=table, positions=positions
+    )
+    columns, inner = groups.weight.shape[0] // of, groups.weight.shape[1]
+    problem = GemvProblem(rows, columns, inner, "bf16", of)
+    return kernels.run("simt_gemv_bf16", problem, x=turned.flatten(1), weight=groups.weight)
 
 
 def test_one_token_a_step_equals_components_called_one_by_one(opened: OpenModel) -> None:
