@@ -97,7 +97,7 @@ def lanes_own(rSums: Any, lane: Any, form: GemvForm) -> Any:
 
 @cute.kernel
 def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be handed on
-    tensors: tuple[cute.Tensor, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
+    tensors: tuple[Any, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
 ) -> None:
     """Copy the activations to shared memory, then sum up bundles of rows of the weight."""
     activations, weight, out, turning, coding = tensors
@@ -275,18 +275,20 @@ def launch_gemv(
     activations, weight, out, *more = pointers
     flat = 1 << 30
     of_vectors = cute.make_layout((WORDS, flat), stride=(1, WORDS))
-    tensors = (
-        cute.make_tensor(activations, of_vectors),
-        cute.make_tensor(weight, of_vectors),
-        cute.make_tensor(out, cute.make_layout(flat)),
-    )
-    turning, coding = (), ()
+    turning: tuple[Any, ...] = ()
+    coding: tuple[Any, ...] = ()
     if cutlass.const_expr(form.turned > 0):
         turning = tuple(map(flat_vectors, more, (PAIRS_OF_LANE, 0)))
         more = more[2:]
     if cutlass.const_expr(form.decoded):
         coding = tuple(map(flat_vectors, more, (0, WORDS)))
-    tensors += (turning, coding)
+    tensors = (
+        cute.make_tensor(activations, of_vectors),
+        cute.make_tensor(weight, of_vectors),
+        cute.make_tensor(out, cute.make_layout(flat)),
+        turning,
+        coding,
+    )
     gemv_kernel(tensors, (rows, columns, vectors, steps, positions), form).launch(
         grid=[walkers, groups, 1],
         block=[WARPS * LANES, 1, 1],

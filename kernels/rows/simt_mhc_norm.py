@@ -177,11 +177,10 @@ def mixed(
     told = CoefficientTensors(
         products, squares, tensors.base, tensors.scale, tensors.post, tensors.mix
     )
-    stream = lane % STREAMS
     # Further lanes take part in shuffles, and write nothing.
     wanted = token + ops.select(lane < STREAMS, Int32(0), Int32(1 << 30))
-    place = (wanted, Int32(1 << 30), stream, Int32(0))
-    simt_mhc.put_coefficients(told, place, numbers, form.mixing)
+    own = (wanted, Int32(1 << 30), lane % STREAMS, Int32(0))
+    simt_mhc.put_coefficients(told, own, numbers, form.mixing)
 
 
 def weights_of(registers: Any, form: MhcNormForm) -> list[Any]:

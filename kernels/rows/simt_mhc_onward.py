@@ -67,16 +67,14 @@ class OnwardTensors(NamedTuple):
     summed: Any  # BF16 [T, D]
 
 
-def words_from(tensor: Any, index: Any, form: OnwardForm) -> list[Any]:
+def words_from(tensor: Any, index: Any, form: Any) -> list[Any]:
     """Read a lane's words of a row."""
     registers = cute.make_rmem_tensor(form.words, Uint32)
     cute.autovec_copy(tensor[None, index], registers)
     return words_of(registers)
 
 
-def summed_words(
-    tensors: OnwardTensors, token: Any, place: tuple[Any, Any], form: OnwardForm
-) -> list[Any]:
+def summed_words(tensors: Any, token: Any, place: tuple[Any, Any], form: Any) -> list[Any]:
     """Return the words of a token's output: the sum of its experts' rows in their order.
 
     `place` is the vector of a row, and the vectors of a row.

@@ -93,7 +93,7 @@ def multiplied(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
 
 
 def feed_of(
-    tensors: ProjectTensors, base: Any, numbers: tuple[Any, Any, Any], form: ProjectForm
+    tensors: Any, base: Any, numbers: tuple[Any, Any, Any], form: ProjectForm
 ) -> ProjectionFeed:
     """Return a thread's share; `numbers` is first token of the block, tokens, chunks of a row."""
     first, tokens, of_row = numbers
@@ -352,7 +352,7 @@ def add_kernel(tensors: ProjectTensors, extents: tuple[Any, ...], form: cutlass.
 
 
 def lines_of(
-    tensors: ProjectTensors, place: tuple[Any, Any, Any], between: tuple[Any, Any], most: int
+    tensors: Any, place: tuple[Any, Any, Any], between: tuple[Any, Any], most: int
 ) -> list[Any]:
     """Return some partial sums of a column, and zeros up to as many as there may be."""
     token, lane, partials = place

@@ -380,7 +380,8 @@ def _mhc_norm(p: Any, t: Given) -> Made:
 
 
 def _decoded_rows(values: Tensor, scale: Tensor) -> Tensor:
-    problem = QuantiseProblem(*values.shape, LINEAR.name, decoded=True)
+    rows, columns = values.shape
+    problem = QuantiseProblem(rows, columns, LINEAR.name, decoded=True)
     return _quantise(problem, {"values": values, "decode_scale": scale})[0]
 
 

@@ -125,6 +125,8 @@ class V4Steps(DecoderSteps):
         self.config = config
         # Whether streams are spread by the launch that projects them next.
         self.spreads_later = self.by_row and mhc_few_problem.serves(self.rows, config.hidden_size)
+        for ratio in sorted({block.ratio for block in config.layers}):
+            self.tables(ratio)  # made here: several branches read it
 
     def run_layers(
         self,
@@ -530,6 +532,7 @@ class V32Steps(DecoderSteps):
         self.sums_later = self.by_row and cluster_serves(config.hidden_size)
         self._scale = softmax_scale(config)
         self._latent_epsilon = switches.latent_epsilon(config.rms_norm_eps)
+        self.rope_table(config.indexer_rope())  # made here: several branches read it
 
     def run_layers(
         self,

@@ -286,7 +286,7 @@ class DecoderSteps(ABC):
         self._turns: dict[Rope, Tensor] = {}
         # Launches that do not wait for each other: branches of a graph.
         on_gpu = kernels.device.type == "cuda"
-        self._streams = {b: torch.cuda.Stream(kernels.device) for b in BRANCHES if on_gpu}
+        self.streams = {b: torch.cuda.Stream(kernels.device) for b in BRANCHES if on_gpu}
         self._apart: set[str] = set()  # branches that nothing has waited for
 
     @abstractmethod
@@ -311,10 +311,10 @@ class DecoderSteps(ABC):
 
         Trap: a tensor that is made outside and read inside has to live until then.
         """
-        if not self._streams:
+        if not self.streams:
             yield
             return
-        stream = self._streams[branch]
+        stream = self.streams[branch]
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         self._apart.add(branch)
         with torch.cuda.stream(stream):
@@ -323,7 +323,7 @@ class DecoderSteps(ABC):
     def meet(self, *branches: str) -> None:
         """Let what follows wait for branches, or for all that nothing has waited for."""
         for branch in sorted(self._apart.intersection(branches or BRANCHES)):
-            stream = self._streams[branch]
+            stream = self.streams[branch]
             torch.cuda.current_stream(stream.device).wait_stream(stream)
             self._apart.remove(branch)
 

@@ -147,7 +147,7 @@ def test_products_of_few_rows_replay_and_know_no_company(
 def test_joined_launches_have_the_bits_of_their_parts(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, lanes: int
 ) -> None:
-    """A replayed graph of few lanes against eager steps whose short launches are apart."""
+    """A replayed graph of few lanes against eager steps: launches apart, one after the other."""
     sequences = [ids_of(140, seed) for seed in range(lanes)]
     joined, apart = (decoder_of(opened, lanes, products=FEW_ROWS) for _ in range(2))
     joined.capture()
@@ -155,6 +155,7 @@ def test_joined_launches_have_the_bits_of_their_parts(
     of_family = "sums_later" if joined.prompts else "spreads_later"
     assert getattr(joined.stepping, of_family)
     setattr(apart.stepping, of_family, False)
+    apart.stepping.streams.clear()
     monkeypatch.setattr(layers, "gemv_turned", turned_apart)
     for number, (one, two) in enumerate(zip(walked(apart, sequences), ours, strict=True)):
         assert torch.equal(bits(one), bits(two)), f"step {number // 2}"

@@ -161,7 +161,8 @@ def _run(kernel: str, problem: Any, **given: Tensor | None) -> dict[str, Any]:
 
 
 def _decoded(values: Tensor, scale: Tensor) -> Tensor:
-    problem = QuantiseProblem(*values.shape, LINEAR.name, decoded=True)
+    rows, columns = values.shape
+    problem = QuantiseProblem(rows, columns, LINEAR.name, decoded=True)
     made: Tensor = _run("simt_quantise_nvfp4", problem, values=values, decode_scale=scale)[
         "decoded"
     ]
