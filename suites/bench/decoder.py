@@ -369,7 +369,9 @@ def steps_of_v32(given: Given, block: Block, lanes: int, rows: int) -> list[Step
 
         slots = partial(stepping.slots, WINDOW, 1, 1)
         # As above: what a layer hands on is what the next one is given.
-        entering = stepping.layer(weights, memory, slots()[1], pair)
+        own = slots()[1]
+        assert own is not None, "a window tells the rows' own slots"
+        entering = stepping.layer(weights, memory, own, pair)
 
         def run(
             shared: Any = None, s: Any = stepping, w: Any = weights, m: Any = memory,

@@ -224,7 +224,8 @@ class V4Steps(DecoderSteps):
         streams, partials = self._onward(given, weights.mixing.split)
         c, mixing = self.config, weights.mixing
         told = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
-        problem = MhcNormProblem(*streams.shape[::2], *told, norm.kind, len(scales))
+        rows, _, width = streams.shape
+        problem = MhcNormProblem(rows, width, *told, norm.kind, len(scales))
         of_scales = {f"decode_scale{number}": scale for number, scale in enumerate(scales)}
         post, mix, x, normed, *decoded = self.kernels.run(
             "simt_mhc_norm", problem, streams=streams, partials=partials, base=mixing.base,
@@ -299,10 +300,10 @@ class V4Steps(DecoderSteps):
             latent = self._product("attn.wkv", w.wkv, x, normed.decoded_at(1))
             self._write_latent(weights, memory, lists, latent)
             self._advance(weights, memory, x)
-        of_heads = None
+        head_weights = None
         if w.indexer is not None:
             with self.aside(KEYS):
-                of_heads = self._write_keys(weights, w.indexer, memory, x)
+                head_weights = self._write_keys(weights, w.indexer, memory, x)
         low = self._product("attn.wq_a", w.wq_a, x, normed.decoded_at(0))
         qr = self.normed(w.q_norm, low)
         self.shown("attn.q_norm", x=low, out=qr)
@@ -311,7 +312,7 @@ class V4Steps(DecoderSteps):
         ratio = weights.block.ratio
         if ratio:
             with self.aside(CHOICE):
-                slots = self._visible(weights, memory, lists, (qr, of_heads))
+                slots = self._visible(weights, memory, lists, (qr, head_weights))
             assert memory.entries is not None, "a layer that compresses has entries"
             far = KeyList(slots.shape[1], self.room.pages(ratio))
             more |= {"entries_slots": slots, "entries_cache": memory.entries}
@@ -563,7 +564,8 @@ class V32Steps(DecoderSteps):
             assert isinstance(x, torch.Tensor), "no experts come before the first layer"
             return self.normed(norm, x), x
         rounded = self.switches.residual_rounded_before_norm
-        problem = ResidualProblem(*residual.shape, self.config.rms_norm_eps, norm.kind, rounded)
+        rows, columns = residual.shape
+        problem = ResidualProblem(rows, columns, self.config.rms_norm_eps, norm.kind, rounded)
         if self.sums_later:
             return self._added_by_cluster(problem, norm, x, residual)
         assert isinstance(x, torch.Tensor), "added up by a launch of their own"
