@@ -274,7 +274,7 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "simt_router": lambda p, _: "by table" if p.vocabulary else p.scoring,
     "simt_mhc": lambda p, _: str(p.part),
     "simt_mhc_project": lambda p, _: str(p.kind),
-    "simt_mhc_onward": lambda p, _: f"of a {p.source.removesuffix('s')}",
+    "simt_mhc_onward": lambda p, _: "of experts rows" if p.source == "rows" else "of a row",
     "simt_mhc_norm": lambda p, _: f"decoded {p.decoded} times",
     "simt_compressor": lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}",
     "simt_indexer_operand": lambda p, _: f"turned {p.pairing}, {p.format}",
