@@ -72,7 +72,6 @@ _ROOMS = {
         "simt_mhc_project",
         "simt_qnorm_rope",
         "simt_residual_norm",
-        "simt_residual_rows",
         "simt_rmsnorm",
         "simt_router",
         "simt_scale",

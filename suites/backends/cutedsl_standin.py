@@ -76,14 +76,6 @@ def _residual_norm(p: Any, t: Given) -> Made:
     return (t["weight"].float() * (x * factor)).to(BF16), total.to(BF16)
 
 
-def _residual_rows(p: Any, t: Given) -> Made:
-    values = t["made"]
-    if p.source == "rows":
-        problem = CombineProblem(p.rows, p.columns, p.chosen, p.experts, True, True)
-        (values,) = layer.sum_by_row(problem, {**t, "products": t["made"]})
-    return _residual_norm(p.sums, {**t, "values": values})
-
-
 def _gemv(p: Any, t: Given) -> Made:
     require_tensor("activations", t["x"], BF16, (p.rows, p.groups * p.inner), 16)
     require_tensor("weight", t["weight"], BF16, (p.sums, p.inner), 16)
@@ -389,7 +381,6 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "simt_embed": _embed,
     "simt_rmsnorm": _rmsnorm,
     "simt_residual_norm": _residual_norm,
-    "simt_residual_rows": _residual_rows,
     "simt_scale": layer.scale,
     "simt_latent_query": layer.latent_query,
     "simt_gemv_bf16": _gemv,

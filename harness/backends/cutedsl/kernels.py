@@ -245,10 +245,6 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "simt_embed": _plain,
     "simt_rmsnorm": _plain,
     "simt_residual_norm": lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum",
-    "simt_residual_rows": lambda p, _: (
-        f"of {'experts rows' if p.source == 'rows' else 'a row'}, "
-        f"{'the stored sum' if p.sums.rounded else 'the float32 sum'}"
-    ),
     "simt_scale": lambda p, _: f"{p.source} to {p.out}",
     "simt_latent_query": _plain,
     "simt_gemv_bf16": lambda p, _: (

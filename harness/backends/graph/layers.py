@@ -39,13 +39,7 @@ from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH, WITH_KEY, Pag
 from degarble.kernels.rows import mhc_few_problem
 from degarble.kernels.rows.mhc_few_problem import MhcNormProblem, OnwardProblem
 from degarble.kernels.rows.mhc_problem import MhcMixProblem, ProjectProblem
-from degarble.kernels.rows.problem import (
-    InverseRopeProblem,
-    QNormRopeProblem,
-    ResidualProblem,
-    ResidualRowsProblem,
-    cluster_serves,
-)
+from degarble.kernels.rows.problem import InverseRopeProblem, QNormRopeProblem, ResidualProblem
 from degarble.references.attention import softmax_scale
 
 if TYPE_CHECKING:
@@ -529,8 +523,6 @@ class V32Steps(DecoderSteps):
     ) -> None:
         super().__init__(kernels, config, switches, room, rows, products)
         self.config = config
-        # Whether what experts made is added up where the residual is added.
-        self.sums_later = self.by_row and cluster_serves(config.hidden_size)
         self._scale = softmax_scale(config)
         self._latent_epsilon = switches.latent_epsilon(config.rms_norm_eps)
         self.rope_table(config.indexer_rope())  # made here: several branches read it
@@ -545,8 +537,7 @@ class V32Steps(DecoderSteps):
         """Return the normed states [B, D] after the last layer."""
         own = self.slots(WINDOW, 1, EVERY)[1]
         assert own is not None, "a window tells the rows' own slots"
-        x: Tensor | ExpertRows = embedded
-        residual: Tensor | None = None
+        x, residual = embedded, None
         for weights, memory in zip(layers, memories, strict=True):
             x, residual = self.layer(weights, memory, own, (x, residual))
         return self.added(ends.norm, x, residual)[0]
@@ -556,49 +547,26 @@ class V32Steps(DecoderSteps):
         del ends
         return hidden
 
-    def added(
-        self, norm: NormWeight, x: Tensor | ExpertRows, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def added(self, norm: NormWeight, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the normed sum and the sum; before the first layer there is no residual."""
         if residual is None:
-            assert isinstance(x, torch.Tensor), "no experts come before the first layer"
             return self.normed(norm, x), x
         rounded = self.switches.residual_rounded_before_norm
-        rows, columns = residual.shape
-        problem = ResidualProblem(rows, columns, self.config.rms_norm_eps, norm.kind, rounded)
-        if self.sums_later:
-            return self._added_by_cluster(problem, norm, x, residual)
-        assert isinstance(x, torch.Tensor), "added up by a launch of their own"
+        problem = ResidualProblem(
+            x.shape[0], x.shape[1], self.config.rms_norm_eps, norm.kind, rounded
+        )
         tensors = self.kernels.run(
             "simt_residual_norm", problem, values=x, residual=residual, weight=norm.weight
         )
         return tensors[0], tensors[1]
-
-    def _added_by_cluster(
-        self, sums: ResidualProblem, norm: NormWeight, x: Tensor | ExpertRows, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Add rows to the residual, or what experts made of them, by clusters of thread blocks."""
-        given: dict[str, Tensor | None] = {"residual": residual, "weight": norm.weight}
-        if isinstance(x, ExpertRows):
-            experts = x.problem
-            problem = ResidualRowsProblem(
-                sums, "rows", experts.moe.chosen, experts.rows, experts.shared
-            )
-            given |= {"made": x.products, "places": x.places, "weights": x.weights}
-            given["shared"] = x.shared
-        else:
-            problem = ResidualRowsProblem(sums)
-            given["made"] = x
-        normed, total = self.kernels.run("simt_residual_rows", problem, **given)
-        return normed, total
 
     def layer(
         self,
         weights: LatentLayer,
         memory: LatentMemory,
         own: Tensor,
-        given: tuple[Tensor | ExpertRows, Tensor | None],
-    ) -> tuple[Tensor | ExpertRows, Tensor]:
+        given: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
         """Run one layer; sublayer output and residual in and out."""
         x, residual = self.added(weights.attn.norm, *given)
         x = self._attention(weights, memory, own, x)
@@ -705,12 +673,13 @@ class V32Steps(DecoderSteps):
 
     # ---- experts ---------------------------------------------------------------------------------
 
-    def _ffn(self, w: MlpWeights, x: Tensor) -> Tensor | ExpertRows:
+    def _ffn(self, w: MlpWeights, x: Tensor) -> Tensor:
         c = self.config
         if w.routed is None:
             return self.gated(w.gated, x, c.intermediate_size, None)
         shared = None
         if not self.rides(w.routed):
             shared = self.gated(w.gated, x, c.moe_intermediate_size, None)
-        groups, later = (c.n_group, c.topk_group), self.sums_later
-        return self.routed(w.routed, x, shared, None, groups, summed_later=later)
+        made = self.routed(w.routed, x, shared, None, (c.n_group, c.topk_group))
+        assert isinstance(made, torch.Tensor), "rows of experts are added up"
+        return made

@@ -23,7 +23,6 @@ from degarble.kernels.rows.problem import (
     NormProblem,
     QNormRopeForm,
     ResidualProblem,
-    ResidualRowsProblem,
     ScaleForm,
     ScaleProblem,
 )
@@ -137,12 +136,6 @@ def _joined_code(target: str) -> Iterator[MachineCode]:
         fused = 24 + 4 + 4 + 16 + SINKHORN + 7 + of_codes * mixed.decoded
         form = mhc_few_problem.choose_mhc_norm_form(mixed, target)
         yield MachineCode("simt_mhc_norm", form, 64, fused=fused, slow=mixed.width != 4096)
-    for source, weight, rounded in (("rows", "fp32", False), ("row", "bf16", True)):
-        summed = ResidualProblem(1, 7168, 1e-6, weight, rounded)
-        counts = (8, 9) if source == "rows" else (0, 0)
-        of_rows = ResidualRowsProblem(summed, source, *counts, rides=source == "rows")
-        form_of_rows = problem.choose_residual_rows_form(of_rows, target)
-        yield MachineCode("simt_residual_rows", form_of_rows, 64, fused=7)
 
 
 def _norm_code(norm: NormProblem, target: str) -> MachineCode:

@@ -2,7 +2,7 @@
 
 Each of the others has a proof of its own, by its definition. Every bit of what a joined launch
 leaves has to be theirs; outputs hold poison before. Kernels: simt_mhc_onward, simt_mhc_norm,
-simt_residual_rows, and the forms of simt_gemv_bf16 that turn back or quantise.
+and the forms of simt_gemv_bf16 that turn back or quantise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +27,7 @@ from degarble.kernels.rows.mhc_problem import (
     ProjectProblem,
     split_weight,
 )
-from degarble.kernels.rows.problem import (
-    InverseRopeProblem,
-    ResidualProblem,
-    ResidualRowsProblem,
-)
+from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels import row_checks as checks
 
@@ -45,9 +40,7 @@ if TYPE_CHECKING:
 
 POSITIONS = 70  # rows of a table of turns
 STREAMS_OF_TOKENS = ((1, 4096), (4, 4096), (1, 7168), (3, 7168), (2, 192), (1, 64))
-ONWARD, MIXED, RESIDUAL = "simt_mhc_onward", "simt_mhc_norm", "simt_residual_rows"
-GEMV = "simt_gemv_bf16"
-KERNELS = (ONWARD, MIXED, RESIDUAL, GEMV)
+ONWARD, MIXED, GEMV = KERNELS = ("simt_mhc_onward", "simt_mhc_norm", "simt_gemv_bf16")
 NAMES = {kernel: kernel for kernel in KERNELS} | {GEMV: f"{GEMV}-joined"}
 
 
@@ -91,7 +84,7 @@ class Case:
 def _rows_of_experts(case: Case, rows: int, width: int) -> Given:
     """Draw rows of experts; one slot in nine has none."""
     p = case.problem
-    chosen, every = p.chosen, p.rows if case.kernel == ONWARD else p.experts
+    chosen, every = p.chosen, p.rows
     first = rows if p.rides else 0
     generator = torch.Generator().manual_seed(case.seed + 5)
     places = torch.randperm(rows * chosen, generator=generator).int() + first
@@ -125,17 +118,6 @@ def _mixed(case: Case) -> Given:
         "base": case.numbers(2, 24) / 2, "scale": case.numbers(3, 3).abs() / p.pieces,
         "weight": case.weight(p.weight, p.width),
     }  # fmt: skip
-
-
-def _residual(case: Case) -> Given:
-    p: ResidualRowsProblem = case.problem
-    given = {
-        "residual": case.values(0, p.rows, p.columns),
-        "weight": case.weight(p.sums.weight, p.columns),
-    }
-    if p.source == "rows":
-        return given | _rows_of_experts(case, p.rows, p.columns)
-    return given | {"made": case.values(1, p.rows, p.columns)}
 
 
 def _gemv(case: Case) -> Given:
@@ -225,14 +207,6 @@ def whole(partials: Tensor, p: MhcNormProblem) -> tuple[Tensor, Tensor]:
     return total[:, :24].contiguous(), total[:, 24].contiguous()
 
 
-def _residual_apart(p: ResidualRowsProblem, given: Given) -> Given:
-    made = given["made"]
-    if p.source == "rows":
-        made = _summed(given, p.rows, p.columns, p)
-    told = {name: given[name] for name in ("residual", "weight")}
-    return _run("simt_residual_norm", p.sums, values=made, **told)
-
-
 def _gemv_apart(p: GemvProblem, given: Given) -> Given:
     x, plain = given["x"], GemvProblem(p.rows, p.columns, p.inner, p.out, p.groups)
     turning = {name: given[name] for name in ("turns", "positions") if name in given}
@@ -245,10 +219,10 @@ def _gemv_apart(p: GemvProblem, given: Given) -> Given:
 
 
 GIVEN: dict[str, Callable[[Case], Given]] = {
-    ONWARD: _onward, MIXED: _mixed, RESIDUAL: _residual, GEMV: _gemv,
+    ONWARD: _onward, MIXED: _mixed, GEMV: _gemv,
 }  # fmt: skip
 APART: dict[str, Callable[[Any, Given], Given]] = {
-    ONWARD: _onward_apart, MIXED: _mixed_apart, RESIDUAL: _residual_apart, GEMV: _gemv_apart,
+    ONWARD: _onward_apart, MIXED: _mixed_apart, GEMV: _gemv_apart,
 }  # fmt: skip
 
 
@@ -306,15 +280,6 @@ def _mixed_problems() -> Iterator[MhcNormProblem]:
         yield MhcNormProblem(tokens, width, weight="fp32", decoded=1)
 
 
-def _residual_problems() -> Iterator[ResidualRowsProblem]:
-    extents = ((1, 7168), (4, 7168), (3, 8192), (2, 1040), (1, 192), (5, 64))
-    for (rows, columns), weight in product(extents, ("bf16", "fp32")):
-        sums = ResidualProblem(rows, columns, 1e-6, weight, rounded=rows % 2 == 0)
-        yield ResidualRowsProblem(sums)
-        yield ResidualRowsProblem(sums, "rows", 6, 6 * rows)
-        yield ResidualRowsProblem(sums, "rows", 8, 9 * rows, rides=True)
-
-
 def _gemv_problems() -> Iterator[GemvProblem]:
     for rows in (1, 2, 3, 4):
         turned = GemvProblem(rows, 1024, 4096, "bf16", 8, 512, POSITIONS)
@@ -327,8 +292,7 @@ def _gemv_problems() -> Iterator[GemvProblem]:
 
 
 PROBLEMS: dict[str, Callable[[], Iterator[Any]]] = {
-    ONWARD: _onward_problems, MIXED: _mixed_problems, RESIDUAL: _residual_problems,
-    GEMV: _gemv_problems,
+    ONWARD: _onward_problems, MIXED: _mixed_problems, GEMV: _gemv_problems,
 }  # fmt: skip
 
 
@@ -343,7 +307,7 @@ def fuzzed(kernel: str, seed: int, count: int) -> list[Case]:
     """Draw cases."""
     drawn = random.Random(seed)
     problem = {
-        ONWARD: _any_onward, MIXED: _any_mixed, RESIDUAL: _any_residual, GEMV: _any_gemv,
+        ONWARD: _any_onward, MIXED: _any_mixed, GEMV: _any_gemv,
     }[kernel]  # fmt: skip
     return [
         Case(kernel, problem(drawn), drawn.choice(checks.SPREADS), drawn.randrange(1 << 30))
@@ -367,16 +331,6 @@ def _any_mixed(drawn: random.Random) -> MhcNormProblem:
     tokens, width = _any_streams(drawn)
     told = drawn.randint(1, 20), drawn.choice((1e-6, 1e-4)), drawn.choice((1e-6, 1e-20))
     return MhcNormProblem(tokens, width, *told, drawn.choice(("bf16", "fp32")), drawn.randint(0, 2))
-
-
-def _any_residual(drawn: random.Random) -> ResidualRowsProblem:
-    rows, columns = drawn.randint(1, 9), 16 * drawn.choice((drawn.randint(4, 70), 448, 511))
-    weight, rounded = drawn.choice(("bf16", "fp32")), drawn.random() < 0.5
-    sums = ResidualProblem(rows, columns, drawn.choice((1e-6, 1e-20)), weight, rounded)
-    if drawn.random() < 0.3:
-        return ResidualRowsProblem(sums)
-    chosen, rides = drawn.randint(1, 9), drawn.random() < 0.5
-    return ResidualRowsProblem(sums, "rows", chosen, (chosen + rides) * rows, rides)
 
 
 def _any_gemv(drawn: random.Random) -> GemvProblem:

@@ -44,7 +44,6 @@ from degarble.kernels.rows.problem import (
     NormProblem,
     QNormRopeProblem,
     ResidualProblem,
-    ResidualRowsProblem,
     ScaleProblem,
 )
 from degarble.kernels.rows.router_problem import RouterProblem
@@ -147,19 +146,6 @@ def _experts_rows(rows: int, chosen: int, experts: int, width: int) -> dict[str,
         "made": Given(BF16, (experts, width)), "places": Given(INT32, (rows * chosen,)),
         "weights": Given(FP32, (rows, chosen)),
     }  # fmt: skip
-
-
-def _residual_rows_cases() -> Iterator[LaunchCase]:
-    row, weight = Given(BF16, (3, 7168)), {"weight": Given(FP32, (7168,))}
-    sums = ResidualProblem(3, 7168, 1e-5, "fp32", rounded=True)
-    alone = ResidualRowsProblem(sums)
-    yield LaunchCase("simt_residual_rows", alone, {"made": row, "residual": row} | weight)
-    given = _experts_rows(3, 8, 27, 7168) | {"residual": row} | weight
-    riding = ResidualRowsProblem(sums, "rows", 8, 27, rides=True)
-    out = {"normed": row, "total": row}
-    yield LaunchCase("simt_residual_rows", riding, given | out, "sm_100a")
-    apart = ResidualRowsProblem(sums, "rows", 8, 27)
-    yield LaunchCase("simt_residual_rows", apart, given | {"shared": row})
 
 
 def _few_mhc_cases() -> Iterator[LaunchCase]:
@@ -452,7 +438,6 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_quantise_fp8": _by_name,
     "simt_quantise_nvfp4": _by_name,
     "simt_residual_norm": _by_name,
-    "simt_residual_rows": _by_name,
     "simt_rmsnorm": _by_name,
     "simt_router": _by_name,
     "simt_scale": _by_name,
@@ -465,9 +450,8 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
 }
 CASES = (
     *_norm_cases(), *_row_cases(), *_router_cases(), *_mhc_cases(), *_few_mhc_cases(),
-    *_residual_rows_cases(), *_quantise_cases(),
-    *_cache_cases(), *_pool_cases(), *_attention_cases(), *_query_cases(), *_indexer_cases(),
-    *product_cases.CASES,
+    *_quantise_cases(), *_cache_cases(), *_pool_cases(), *_attention_cases(), *_query_cases(),
+    *_indexer_cases(), *product_cases.CASES,
 )  # fmt: skip
 
 

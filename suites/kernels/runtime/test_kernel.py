@@ -49,7 +49,6 @@ DESCRIBED = (
     "simt_quantise_fp8",
     "simt_quantise_nvfp4",
     "simt_residual_norm",
-    "simt_residual_rows",
     "simt_rmsnorm",
     "simt_router",
     "simt_scale",
