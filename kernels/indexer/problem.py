@@ -34,22 +34,41 @@ if TYPE_CHECKING:
 WIDTH = 128  # of queries and keys; index_head_dim of every DeepSeek config
 ROW_BYTES = 128  # of a row in swizzled shared memory
 WARPGROUP = 128
-CONSUMERS = 2  # warpgroups that multiply, 64 keys each
+CONSUMERS = 2  # the most warpgroups that multiply, 64 keys each
 PIECE = 64
-KEYS = CONSUMERS * PIECE  # of a stage
+KEYS = CONSUMERS * PIECE  # the most of a stage
 HEADS_STEP = 8  # columns of wgmma come in eights
 # The fewest columns of an instruction; PTX ISA 9.1, wgmma and tcgen05.mma of 128 rows.
 LEAST_COLUMNS = {SM90A.name: HEADS_STEP, SM100A.name: 16}
 MOST_COLUMNS = 256
-MOST_STAGES = 6
 ALIGNMENT = 1024  # of what TMA swizzles; PTX ISA 9.1, 5.5.6
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 TOKENS_AT_ONCE = 4
 LARGEST = 1 << 31
 SCALE_BYTES = 4
 PAGE_ALIGNMENT = 16
-FEWEST_KEYS = 512  # of a chunk: less is all prologue
-WAVES = 2
+MOST_SETS = 2  # of sums in a thread: while one is weighed, the other is multiplied
+FEW_COLUMNS = 64  # of one token: so few that two thread blocks share a multiprocessor
+RESERVED_BYTES = 1024  # of shared memory, by each thread block; CUDA C++ Programming Guide 13.0
+SCALES_APART = 32  # float32 scales from box to box at least: TMA writes to multiples of 128 bytes
+
+
+@dataclass(frozen=True)
+class ScoresTeam:
+    """Warpgroups of a thread block, its part of a multiprocessor, and how keys are cut for it."""
+
+    blocks: int  # of a multiprocessor at once
+    consumers: int  # warpgroups that multiply; one more loads
+    registers: tuple[int, ...]  # of loading and multiplying threads; (): as many for all
+    most_stages: int
+    stages_at_once: int  # multiplied and weighed without a pause
+    waves: int  # of thread blocks, where there are keys enough
+    fewest_keys: int  # of a chunk: less is all prologue
+
+
+ALONE = ScoresTeam(1, CONSUMERS, (40, 232), 6, 2, 2, 512)
+# Weighing takes FP8 longer than multiplying: two blocks do one each, and neither waits.
+OF_TOKENS = ScoresTeam(2, 1, (32, 224), 9, 4, 2, 512)
+OF_ONE_TOKEN = ScoresTeam(2, CONSUMERS, (), 6, 1, 1, 128)
 
 
 @dataclass(frozen=True)
@@ -210,15 +229,33 @@ def choose_form(problem: ScoresProblem, target: str) -> ScoresForm:
 # ---- what a thread block holds -------------------------------------------------------------------
 
 
+def team_of(form: ScoresForm) -> ScoresTeam:
+    """Return the warpgroups of a form: two thread blocks a multiprocessor if FP8 and they fit."""
+    if form.operands != "fp8" or form.target != SM90A.name:
+        return ALONE
+    if form.at_once > 1:
+        return OF_TOKENS
+    return OF_ONE_TOKEN if form.columns <= FEW_COLUMNS else ALONE
+
+
 def threads(form: ScoresForm) -> int:
     """Return the threads of a thread block: a warpgroup that loads, then those that multiply."""
-    del form
-    return WARPGROUP * (1 + CONSUMERS)
+    return WARPGROUP * (1 + team_of(form).consumers)
+
+
+def threads_that_weigh(form: ScoresForm) -> int:
+    """Return the number of threads that weigh, after those of the warpgroup that loads."""
+    return threads(form) - WARPGROUP
+
+
+def keys_of_stage(form: ScoresForm) -> int:
+    """Return the keys of a stage: 64 of each warpgroup that multiplies."""
+    return team_of(form).consumers * PIECE
 
 
 def stage_bytes(form: ScoresForm) -> int:
-    """Return the bytes that a stage's barrier expects: 128 keys, whether they exist or not."""
-    return KEYS * WIDTH * OPERANDS[form.operands].bytes
+    """Return the bytes that a stage's barrier expects: all keys, whether they exist or not."""
+    return keys_of_stage(form) * WIDTH * OPERANDS[form.operands].bytes
 
 
 def query_bytes(form: ScoresForm) -> int:
@@ -228,14 +265,48 @@ def query_bytes(form: ScoresForm) -> int:
 
 def boxes_of_stage(form: ScoresForm) -> int:
     """Return the number of TMA boxes of a stage, along keys and along a row."""
-    return KEYS // form.box * OPERANDS[form.operands].halves
+    return keys_of_stage(form) // form.box * OPERANDS[form.operands].halves
+
+
+def sets(form: ScoresForm) -> int:
+    """Return in how many sets Hopper's columns are multiplied: tokens in halves, if several."""
+    return min(MOST_SETS, form.at_once)
+
+
+def columns_of_set(form: ScoresForm) -> int:
+    """Return the number of columns of one wgmma on Hopper."""
+    return form.columns // sets(form)
+
+
+def scales_apart(form: ScoresForm) -> int:
+    """Return the numbers from the scales of a box to those of the next in shared memory."""
+    return max(form.box, SCALES_APART)
+
+
+def scale_bytes(form: ScoresForm) -> int:
+    """Return the bytes of a stage's scales in shared memory, gaps included."""
+    scaled = OPERANDS[form.operands].scaled and form.target == SM90A.name
+    return scaled * keys_of_stage(form) // form.box * scales_apart(form) * SCALE_BYTES
+
+
+def expected_bytes(form: ScoresForm) -> int:
+    """Return the bytes that Hopper's barrier of a stage expects: keys, and scales if any."""
+    scaled = OPERANDS[form.operands].scaled
+    return stage_bytes(form) + keys_of_stage(form) * SCALE_BYTES * scaled
+
+
+def room(form: ScoresForm) -> int:
+    """Return the bytes of shared memory that a thread block may take."""
+    whole: int = TARGETS[form.target].shared_memory_bytes + RESERVED_BYTES
+    return whole // team_of(form).blocks - RESERVED_BYTES
 
 
 def stages(form: ScoresForm) -> int:
     """Return how many stages of keys fit in shared memory with the queries."""
-    beside = query_bytes(form) + 2 * ALIGNMENT
-    left = TARGETS[form.target].shared_memory_bytes - beside
-    found = min(MOST_STAGES, left // stage_bytes(form))
+    # Weights, barriers and the tile's tokens lie behind, and what is aligned leaves gaps.
+    beside = query_bytes(form) + 3 * ALIGNMENT
+    left = room(form) - beside
+    found = min(team_of(form).most_stages, left // (stage_bytes(form) + scale_bytes(form)))
     if found < 2:
         raise InvalidArgument("bytes of the queries", beside, "room for two stages", "Fewer heads.")
     return found
@@ -244,8 +315,8 @@ def stages(form: ScoresForm) -> int:
 def shared_bytes(form: ScoresForm) -> int:
     """Return the shared memory of a thread block, barriers and the tile's tokens included."""
     barriers = 8 * 2 * (stages(form) + 1)
-    held = query_bytes(form) + stages(form) * stage_bytes(form)
-    return held + barriers + 2 * 4 * form.at_once
+    held = query_bytes(form) + stages(form) * (stage_bytes(form) + scale_bytes(form))
+    return held + barriers + WORD_BYTES * (words_of_weights(form) + 2 * form.at_once)
 
 
 # ---- the grid, and arithmetic that the kernel shares ---------------------------------------------
@@ -254,8 +325,9 @@ def shared_bytes(form: ScoresForm) -> int:
 def grid(problem: ScoresProblem, form: ScoresForm, processors: int) -> tuple[int, int, int]:
     """Return tiles of tokens, chunks of keys, and the keys of a chunk."""
     tiles = ceil_div(problem.tokens, form.at_once)
-    most = ceil_div(problem.entries, FEWEST_KEYS)
-    chunks = max(1, min(most, WAVES * processors // max(1, tiles)))
+    team = team_of(form)
+    most = ceil_div(problem.entries, team.fewest_keys)
+    chunks = max(1, min(most, team.waves * team.blocks * processors // max(1, tiles)))
     keys = round_up(ceil_div(problem.entries, chunks), KEYS)
     return tiles, ceil_div(problem.entries, keys), keys
 
@@ -279,11 +351,6 @@ INSTRUCTION_BYTES = 32  # of a row in one tcgen05.mma; PTX ISA 9.1, tcgen05.mma 
 LEAST_ALLOCATED = 32  # columns, a power of two; PTX ISA 9.1, tcgen05.alloc
 READ_AT_ONCE = 32  # columns that a thread has in registers of one read
 WORD_BYTES, BARRIER_BYTES, ADDRESS_BYTES = 4, 8, 16
-
-
-def threads_that_weigh() -> int:
-    """Return the number of threads of both epilogue warpgroups."""
-    return CONSUMERS * WARPGROUP
 
 
 def columns_held(form: ScoresForm) -> int:

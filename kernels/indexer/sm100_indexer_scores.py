@@ -39,7 +39,6 @@ from degarble.kernels.indexer.sm90_indexer_scores import (
 )
 from degarble.kernels.runtime.targets import SM100A
 
-BARRIER_OF_WEIGHING = 2  # 0 and 1 belong to the thread block
 CHAINS = 4  # sums of a key side by side: the threads of a quad on Hopper
 
 
@@ -84,7 +83,8 @@ def scores_kernel(
     walk = KeyWalk(held.tokens, tile, begin, cutlass.min(begin + e.chunk, e.entries))
     if warp == facts.LOADING_WARP:
         hopper.load_queries(held.rings.queries, feeds[0], held.queries[0], tile, form)
-        hopper.load_walk(held.rings.keys, feeds[1], held.keys[0], (walk, tensors, e), form)
+        shared = (held.keys[0],)
+        hopper.load_walk(held.rings.keys, feeds[1:], shared, (walk, tensors, e), form)
     elif warp == facts.MULTIPLYING_WARP:
         multiply_walk(held, walk, form)
     elif warp >= facts.ALLOCATING_WARP:
@@ -104,7 +104,8 @@ def prepared(
     sTokens = memory.allocate_tensor(Int32, cute.make_layout((2, form.at_once)), 8)
     rings = rings_of(memory, form)
     hopper.look_up(sTokens, tensors, tile, e, form)
-    leave_weights(words, tensors, tile, e, form)
+    threads = cute.arch.thread_idx()[0], facts.threads(form)
+    hopper.leave_weights(words, tensors, tile, e, threads, form)
     allocate(address, form)
     pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
     pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
@@ -169,23 +170,8 @@ def rings_of(memory: Any, form: ScoresForm) -> Rings:
         consumer_group=group(agent, facts.WARPGROUP),
         defer_sync=True,
     )
-    return Rings(hopper.ring_of(memory, 1, facts.query_bytes(form)), keys, sums)
-
-
-@cute.jit
-def leave_weights(
-    words: Any, tensors: ScoresTensors, tile: Any, e: ScoresExtents, form: cutlass.Constexpr
-) -> None:
-    """Write the weights of all columns to shared memory, a word or half a word each."""
-    thread, _, _ = cute.arch.thread_idx()
-    if thread < facts.words_of_weights(form):
-        each = form.columns // facts.words_of_weights(form)
-        column = thread * each
-        token = tile * form.at_once + column // form.padded
-        pair = [
-            hopper.weight_of(tensors, token, column % form.padded + i, e, form) for i in range(each)
-        ]
-        words[thread] = hopper.pair_rounded(*pair) if each > 1 else ops.bits_of(pair[0])
+    weighing = facts.threads_that_weigh(form)
+    return Rings(hopper.ring_of(memory, 1, facts.query_bytes(form), weighing), keys, sums)
 
 
 @cute.jit
@@ -199,7 +185,8 @@ def allocate(address: Any, form: cutlass.Constexpr) -> None:
 @cute.jit
 def give_back(base: Any, form: cutlass.Constexpr) -> None:
     """Free tensor memory in the allocating warp, once all epilogue threads have read theirs."""
-    cute.arch.barrier(barrier_id=BARRIER_OF_WEIGHING, number_of_threads=facts.threads_that_weigh())
+    count = facts.threads_that_weigh(form)
+    cute.arch.barrier(barrier_id=hopper.BARRIER_OF_WEIGHING, number_of_threads=count)
     if cute.arch.warp_idx() == facts.ALLOCATING_WARP:
         cute.arch.dealloc_tmem(base, facts.columns_allocated(form))
 

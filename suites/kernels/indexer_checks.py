@@ -272,6 +272,16 @@ def cases() -> list[ScoresCase]:
     made += [replace(base, page=page) for page in (16, 32, 128, 256)]
     made += [replace(base, heads=heads) for heads in (1, 24, 40, 128)]
     made.append(ScoresCase("fp8", 64, (640,), (100,), 4, stride_bytes=8640))
+    # Scales lie behind a page's keys: boxes of all sizes, and stages taken one and several at once.
+    fp8 = ScoresCase("fp8", 64, (400, 90), (60, 9), 1)
+    made += [replace(fp8, page=page) for page in (8, 16, 24, 32, 128, 256)]
+    made += [replace(fp8, heads=heads, page=16) for heads in (1, 24, 128, 256)]
+    several = (191, 192, 193, 255, 256, 257, 319, 321, 512, 513, 577)
+    made += [
+        replace(fp8, lengths=several, fresh=(count,) * len(several), ratio=4, arithmetic=arithmetic)
+        for count in (1, 5)
+        for arithmetic in facts.ARITHMETICS
+    ]
     made.append(ScoresCase("bf16", 64, (9000,), (5,), 4, arithmetic="stored"))
     made.append(ScoresCase("bf16", 64, (9000, 3, 5000), (1, 1, 1), 4))
     return made

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from degarble.kernels.runtime.compiling import CompiledKernel
 
-REGISTERS = 65_536 // (facts.WARPGROUP * (1 + facts.CONSUMERS)) // 8 * 8
 TOPKS = (
     TopkForm("", 1024, 8, 32768, by_four=True, limited=True),
     TopkForm("", 256, 1, 8192, by_four=False, limited=False),
@@ -76,21 +75,42 @@ def _counts_in_shared_memory(kernel: CompiledKernel, form: TopkForm) -> None:
 
 
 def _loads_and_products(kernel: CompiledKernel, form: ScoresForm) -> None:
-    expected = {facts.stage_bytes(form), facts.query_bytes(form)}
+    kind = facts.OPERANDS[form.operands]
+    expected = {facts.expected_bytes(form), facts.query_bytes(form)}
     assert gemm_code.expected_bytes(kernel.ptx) == expected
-    loads = len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.shared::c", kernel.ptx))
-    queries = form.at_once * facts.OPERANDS[form.operands].halves
-    assert loads == facts.boxes_of_stage(form) + queries
+    loads = [
+        len(re.findall(rf"cp\.async\.bulk\.tensor\.{rank}d\.shared::c", kernel.ptx))
+        for rank in (2, 3)
+    ]
+    scales = kind.scaled * facts.keys_of_stage(form) // form.box
+    queries = form.at_once * kind.halves
+    assert loads == [scales, facts.boxes_of_stage(form) + queries]
     shape, steps = ("k32.f32.e4m3.e4m3", 4) if form.operands == "fp8" else ("k16.f32.bf16.bf16", 8)
-    wgmma = f"wgmma.mma_async.sync.aligned.m64n{form.columns}{shape}"
-    assert gemm_code.wgmmas(kernel.ptx) == steps * [wgmma]
+    wgmma = f"wgmma.mma_async.sync.aligned.m64n{facts.columns_of_set(form)}{shape}"
+    team, sets = facts.team_of(form), facts.sets(form)
+    # The last stages, fewer than are taken at once, have a loop of their own.
+    loops = sorted({team.stages_at_once, 1}, reverse=True)
+    assert gemm_code.wgmmas(kernel.ptx) == sum(loops) * sets * steps * [wgmma]
+    # While one set is weighed, the other is multiplied, up to the end of a loop's body.
+    waits = re.findall(r"wgmma\.wait_group\S+ \s*(\d+);", kernel.ptx)
+    wanted = [int(sets > 1 and i > 0) for count in loops for i in range(count * sets)]
+    assert sorted(map(int, waits)) == sorted(wanted)
     kept = sorted(map(int, re.findall(r"setmaxnreg\S+ \s*(\d+);", kernel.ptx)))
-    assert kept == [facts.PRODUCER_REGISTERS, facts.CONSUMER_REGISTERS]
+    assert kept == list(team.registers)
+
+
+def registers_of(form: ScoresForm) -> int:
+    """Return the most registers of a thread, with as many thread blocks as a form asks for."""
+    return 65_536 // (facts.threads(form) * facts.team_of(form).blocks) // 8 * 8
 
 
 CODE = [code for target in TARGETS for code in _code(target)] + [
     MachineCode(
-        "sm90_indexer_scores", form, REGISTERS, more=_loads_and_products, slow=form != SCORES[0]
+        "sm90_indexer_scores",
+        form,
+        registers_of(form),
+        more=_loads_and_products,
+        slow=form != SCORES[0],
     )
     for form in SCORES
 ]

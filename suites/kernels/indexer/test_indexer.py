@@ -27,7 +27,7 @@ from degarble.suites.kernels import gemm_code, tcgen05_words
 from degarble.suites.kernels import indexer_checks as checks
 from degarble.suites.kernels.contract import SETTINGS, kernels_of
 from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
-from degarble.suites.kernels.indexer.contract import REGISTERS
+from degarble.suites.kernels.indexer.contract import registers_of
 from degarble.suites.kernels.indexer_checks import ScoresCase
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def complaints(kernel: CompiledKernel, form: ScoresForm) -> list[str]:
     read = {f"32x32b.x{facts.columns_read(form)}"}
     figures = {
         "spills": (found.spills, False),
-        "registers fit": (found.registers <= REGISTERS, True),
+        "registers fit": (found.registers <= registers_of(form), True),
         "roundings unstated": (unstated_roundings(ptx), ()),
         "expected bytes": (
             gemm_code.expected_bytes(ptx),

@@ -23,7 +23,7 @@ from degarble.kernels.indexer.problem import (
     segment,
 )
 from degarble.kernels.primitives.kv_problem import fp8_factor
-from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS
+from degarble.kernels.runtime.targets import SM100A, TARGETS
 from degarble.references import elementary, sparse_attention
 from degarble.references import numerics as rounding
 from degarble.references.numerics import Numerics
@@ -49,7 +49,7 @@ def test_every_model_has_a_form_that_fits(operands: str, tokens: int) -> None:
         assert form.padded >= config.index_n_heads
         assert form.columns % 8 == 0
         assert form.columns <= facts.MOST_COLUMNS
-        assert facts.shared_bytes(form) + 2 * facts.ALIGNMENT <= SM90A.shared_memory_bytes
+        assert facts.shared_bytes(form) + facts.ALIGNMENT <= facts.room(form)
         assert facts.stages(form) >= 4
         assert form.at_once == (4 if tokens > 1 else 1)
 
@@ -59,24 +59,57 @@ def test_any_number_of_heads_has_a_form(heads: int) -> None:
     for operands in facts.OPERANDS:
         form = choose_form(problem_of(9, heads, 5000, operands), "sm_90a")
         assert form.columns <= facts.MOST_COLUMNS
-        assert facts.shared_bytes(form) + 2 * facts.ALIGNMENT <= SM90A.shared_memory_bytes
+        assert facts.shared_bytes(form) + facts.ALIGNMENT <= facts.room(form)
 
 
-def test_registers_fit_the_processor() -> None:
-    kept = facts.PRODUCER_REGISTERS + facts.CONSUMERS * facts.CONSUMER_REGISTERS
-    assert facts.WARPGROUP * kept <= 65_536
+@pytest.mark.parametrize("team", [facts.ALONE, facts.OF_TOKENS, facts.OF_ONE_TOKEN])
+def test_registers_and_threads_fit_the_processor(team: facts.ScoresTeam) -> None:
+    if team.registers:
+        loading, multiplying = team.registers
+        kept = facts.WARPGROUP * (loading + team.consumers * multiplying)
+        # setmaxnreg takes from what the blocks were launched with: multiples of 8.
+        assert kept * team.blocks <= 65_536
+        assert loading % 8 == multiplying % 8 == 0
+    assert team.consumers <= facts.CONSUMERS
+    assert team.fewest_keys % facts.KEYS == 0
 
 
+def test_the_form_and_the_cut_do_not_depend_on_company() -> None:
+    """Which warpgroups work is chosen by operands, heads and whether tokens share keys."""
+    for operands in facts.OPERANDS:
+        for heads in (8, 64, 128, 256):
+            found = {
+                choose_form(problem_of(tokens, heads, entries, operands), "sm_90a")
+                for tokens in (2, 5, 4096)
+                for entries in (1, 8192)
+            }
+            assert len(found) == 1
+    teams = {
+        (operands, at_once): facts.team_of(ScoresForm(target, operands, "float32", 64, at_once, 64))
+        for target in ("sm_90a",)
+        for operands in facts.OPERANDS
+        for at_once in (1, 4)
+    }
+    assert teams == {
+        ("bf16", 1): facts.ALONE,
+        ("bf16", 4): facts.ALONE,
+        ("fp8", 1): facts.OF_ONE_TOKEN,
+        ("fp8", 4): facts.OF_TOKENS,
+    }
+    assert facts.team_of(ScoresForm("sm_100a", "fp8", "float32", 64, 4, 64)) == facts.ALONE
+
+
+@pytest.mark.parametrize("operands", facts.OPERANDS)
 @pytest.mark.parametrize("tokens", [1, 3, 64, 4096])
 @pytest.mark.parametrize("entries", [1, 127, 512, 513, 8192, 100_001])
-def test_chunks_cover_the_keys_once(tokens: int, entries: int) -> None:
-    problem = problem_of(tokens, 64, entries)
+def test_chunks_cover_the_keys_once(tokens: int, entries: int, operands: str) -> None:
+    problem = problem_of(tokens, 64, entries, operands)
     form = choose_form(problem, "sm_90a")
     tiles, chunks, keys = facts.grid(problem, form, PROCESSORS)
     assert tiles * form.at_once >= tokens > (tiles - 1) * form.at_once
     assert keys % facts.KEYS == 0
     assert chunks * keys >= entries > (chunks - 1) * keys
-    assert chunks == 1 or keys >= facts.FEWEST_KEYS - facts.KEYS
+    assert chunks == 1 or keys >= facts.team_of(form).fewest_keys - facts.KEYS
 
 
 def test_pages_are_measured_as_written() -> None:
