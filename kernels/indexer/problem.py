@@ -61,14 +61,18 @@ class ScoresTeam:
     registers: tuple[int, ...]  # of loading and multiplying threads; (): as many for all
     most_stages: int
     stages_at_once: int  # multiplied and weighed without a pause
-    waves: int  # of thread blocks, where there are keys enough
+    one_wave: bool  # of thread blocks, where that fills the places; otherwise two
     fewest_keys: int  # of a chunk: less is all prologue
 
 
-ALONE = ScoresTeam(1, CONSUMERS, (40, 232), 6, 2, 2, 512)
+ALONE = ScoresTeam(1, CONSUMERS, (40, 232), 6, 1, False, 512)
 # Weighing takes FP8 longer than multiplying: two blocks do one each, and neither waits.
-OF_TOKENS = ScoresTeam(2, 1, (32, 224), 9, 4, 2, 512)
-OF_ONE_TOKEN = ScoresTeam(2, CONSUMERS, (), 6, 1, 1, 128)
+OF_TOKENS = ScoresTeam(2, 1, (32, 224), 9, 4, False, 512)
+OF_ONE_TOKEN = {
+    "bf16": ScoresTeam(1, CONSUMERS, (40, 232), 6, 2, True, 128),
+    "fp8": ScoresTeam(2, CONSUMERS, (), 6, 4, True, 128),
+}
+FILLED = (9, 10)  # of the places, from which on one wave is better than two
 
 
 @dataclass(frozen=True)
@@ -231,11 +235,16 @@ def choose_form(problem: ScoresProblem, target: str) -> ScoresForm:
 
 def team_of(form: ScoresForm) -> ScoresTeam:
     """Return the warpgroups of a form: two thread blocks a multiprocessor if FP8 and they fit."""
-    if form.operands != "fp8" or form.target != SM90A.name:
+    if form.target != SM90A.name:
         return ALONE
-    if form.at_once > 1:
-        return OF_TOKENS
-    return OF_ONE_TOKEN if form.columns <= FEW_COLUMNS else ALONE
+    if form.at_once == 1:
+        return OF_ONE_TOKEN[form.operands] if form.columns <= FEW_COLUMNS else ALONE
+    return OF_TOKENS if form.operands == "fp8" else ALONE
+
+
+def exchanges_later(form: ScoresForm) -> bool:
+    """Return whether a quad exchanges a set's sums beside the next: in `stored` it would spill."""
+    return team_of(form) is OF_TOKENS and form.arithmetic == "float32"
 
 
 def threads(form: ScoresForm) -> int:
@@ -325,9 +334,11 @@ def shared_bytes(form: ScoresForm) -> int:
 def grid(problem: ScoresProblem, form: ScoresForm, processors: int) -> tuple[int, int, int]:
     """Return tiles of tokens, chunks of keys, and the keys of a chunk."""
     tiles = ceil_div(problem.tokens, form.at_once)
-    team = team_of(form)
+    team, count = team_of(form), max(1, tiles)
+    places, (filled, of) = team.blocks * processors, FILLED
+    one = team.one_wave and of * (places // count * count) >= filled * places
     most = ceil_div(problem.entries, team.fewest_keys)
-    chunks = max(1, min(most, team.waves * team.blocks * processors // max(1, tiles)))
+    chunks = max(1, min(most, (1 if one else 2) * places // count))
     keys = round_up(ceil_div(problem.entries, chunks), KEYS)
     return tiles, ceil_div(problem.entries, keys), keys
 

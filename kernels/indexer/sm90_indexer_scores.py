@@ -616,7 +616,8 @@ def score_stages(
 ) -> Any:
     """Score a number of stages from a key on; return the ring's state behind them.
 
-    Of two sets one is multiplied while the other is weighed, from stage to stage as well.
+    Of two sets one is multiplied while the other is weighed, from stage to stage as well. Where
+    registers suffice, a quad exchanges a set's sums while it weighs the next.
 
     Trap: ptxas lets wgmma run on in straight code alone. Sums that are in flight over the end of a
     loop are waited for after each wgmma.
@@ -625,17 +626,25 @@ def score_stages(
     sets, states = facts.sets(form), states_from(state, count)
     for which in range(sets):
         multiply_set(held, ring, states[0], which, form)
+    former: tuple[Any, ...] = ()
     for unit in range(count * sets):
         stage, which = divmod(unit, sets)
         if which == 0:
             scale = key_scale(held.scales, to[1].row, states[stage].index, form)
         warpgroup.wait_group(min(sets, count * sets - unit) - 1)
+        if former:
+            score = score_of(former[0], former[1], form)
         totals = totals_of(held.sums[which], held.weights, which, form)
         if which == sets - 1:
             ring.consumer_release(states[stage])
         if stage + 1 < count:
             multiply_set(held, ring, states[stage + 1], which, form)
-        put_set(to, score_of(totals, scale, form), (stage, which), form)
+        if former:
+            put_set(to, score, divmod(unit - 1, sets), form)
+        former = (totals, scale)
+        if unit == count * sets - 1 or not facts.exchanges_later(form):
+            put_set(to, score_of(totals, scale, form), (stage, which), form)
+            former = ()
     return states[-1]
 
 

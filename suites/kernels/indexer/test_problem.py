@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,7 +64,7 @@ def test_any_number_of_heads_has_a_form(heads: int) -> None:
         assert facts.shared_bytes(form) + facts.ALIGNMENT <= facts.room(form)
 
 
-@pytest.mark.parametrize("team", [facts.ALONE, facts.OF_TOKENS, facts.OF_ONE_TOKEN])
+@pytest.mark.parametrize("team", [facts.ALONE, facts.OF_TOKENS, *facts.OF_ONE_TOKEN.values()])
 def test_registers_and_threads_fit_the_processor(team: facts.ScoresTeam) -> None:
     if team.registers:
         loading, multiplying = team.registers
@@ -91,9 +93,9 @@ def test_the_form_and_the_cut_do_not_depend_on_company() -> None:
         for at_once in (1, 4)
     }
     assert teams == {
-        ("bf16", 1): facts.ALONE,
+        ("bf16", 1): facts.OF_ONE_TOKEN["bf16"],
         ("bf16", 4): facts.ALONE,
-        ("fp8", 1): facts.OF_ONE_TOKEN,
+        ("fp8", 1): facts.OF_ONE_TOKEN["fp8"],
         ("fp8", 4): facts.OF_TOKENS,
     }
     assert facts.team_of(ScoresForm("sm_100a", "fp8", "float32", 64, 4, 64)) == facts.ALONE
@@ -110,6 +112,14 @@ def test_chunks_cover_the_keys_once(tokens: int, entries: int, operands: str) ->
     assert keys % facts.KEYS == 0
     assert chunks * keys >= entries > (chunks - 1) * keys
     assert chunks == 1 or keys >= facts.team_of(form).fewest_keys - facts.KEYS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks"), [(16, 16), (64, 4), (128, 2), (150, 3), (200, 2), (264, 1), (300, 1)]
+)
+def test_one_wave_is_taken_where_it_fills_the_places(tokens: int, chunks: int) -> None:
+    problem = replace(problem_of(tokens, 64, 32_768, "fp8"), sequences=tokens)
+    assert facts.grid(problem, choose_form(problem, "sm_90a"), PROCESSORS)[:2] == (tokens, chunks)
 
 
 def test_pages_are_measured_as_written() -> None:
