@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #
 # score[t, w] = sum over heads h of weight[t, h] * relu(q[t, h] . k[w]), and -inf from `visible` on:
 # a token at position p sees floor((p + 1) / ratio) entries of its sequence. The columns of a tile
-# are the heads of one or four tokens, its rows 128 keys. `visible_entries` is also traced in
+# are the heads of one or four tokens, its rows 64 or 128 keys. `visible_entries` is also traced in
 # kernels.
 #
 # Two arithmetics: `float32`, one sum; `stored`, where the dot product, its product with the weight
