@@ -551,13 +551,16 @@ WARP = 32
 MOST_COUNT = 2048
 MOST_ENTRIES = 1 << 18  # V4-Pro: 1,048,576 tokens, four an entry
 CLUSTERS = (1, 2, 4, 8)  # thread blocks of a row; PTX ISA 9.1, clusters: portable up to 8
-CAPACITIES = (8192, 16384, 32768)  # keys that a thread block holds
-KEYS_OF_THREAD = 32  # a lane holds the marks of 32 neighbouring keys, at most one word
 MOST_THREADS = 1024
-FEW_KEYS = 8192  # of a thread block where there are processors to spare
-SEGMENT_STEP = 128
+VECTOR = 4  # scores of a load
+MOST_HELD = 32  # scores that a thread holds at once
+KEPT = 8192  # scores of a multiprocessor whose digits registers hold as well
+BINS = 4096  # of a first digit: the upper 12 bits of a score in FP16, ordered
+LISTED = 256  # keys of a bin that are compared all with all
+# Thread blocks of a row and scores of a thread, in the order in which they are preferred.
+HOLDING = ((1, 8), (4, 8), (2, 16), (8, 16), (4, 32), (8, 32))
+MANY = 1 << 16  # entries from which on larger chunks are read
 LEVELS = ((21, 2048), (10, 2048), (0, 1024))  # shift and bins: 11, 11 and 10 bits from the top
-BINS = LEVELS[0][1]
 NEVER = 0x007F_FFFF  # the key of -inf: keys up to here are not chosen
 NONE = -1
 
@@ -604,39 +607,66 @@ class TopkForm:
     target: str
     threads: int
     cluster: int
-    capacity: int
+    each: int  # scores that a thread holds at once
+    held: bool  # a row lies in registers as a whole; else its candidates lie in shared memory
     by_four: bool  # rows begin at whole 16 bytes
     limited: bool  # by positions
+    blocks: int = 1  # of a multiprocessor at once, at least
 
     @property
     def warps(self) -> int:
         """Return the number of warps of a thread block."""
         return self.threads // WARP
 
+    @property
+    def segment(self) -> int:
+        """Return how many scores a thread block holds at once."""
+        return self.threads * self.each
+
+    @property
+    def kept(self) -> int:
+        """Return how many candidates a thread has: the chosen and all of a further chunk."""
+        return 0 if self.held else round_up(MOST_COUNT // self.threads + self.each, VECTOR)
+
+    @property
+    def capacity(self) -> int:
+        """Return for how many candidates there is room."""
+        return self.threads * self.kept
+
+    @property
+    def listed(self) -> int:
+        """Return for how many candidates or listed scores there is room."""
+        return self.segment if self.held else self.capacity
+
 
 def choose_topk_form(problem: TopkProblem, target: str, processors: int = 0) -> TopkForm:
-    """Return the form for a problem: few rows are cut among several thread blocks.
+    """Return the form for a problem.
 
-    Rows count as few where processors are to spare.
+    Registers of a thread block, or of a cluster where all clusters run at once, hold a row;
+    longer ones are read chunk by chunk. Rows count as few where processors are to spare.
     """
-    fitting = [c for c in CLUSTERS if segment(problem.entries, c) <= CAPACITIES[-1]]
-    few = 2 * problem.rows <= processors
-    cluster = fitting[0]
+    few = problem.rows <= processors
+    by_four, limited = problem.by_four, problem.limited
+    for cluster, each in HOLDING:
+        fits = MOST_THREADS * cluster * each >= problem.entries
+        at_once = cluster == 1 or problem.rows <= clusters_at_once(cluster, processors)
+        # Trap: addresses of 32 single scores would be spilled.
+        if fits and at_once and (by_four or each < MOST_HELD):
+            blocks = 1 if few else 2
+            return TopkForm(target, MOST_THREADS, cluster, each, True, by_four, limited, blocks)
     if few:
-        spare = [c for c in fitting if problem.rows * c <= processors] or fitting[:1]
-        short = [c for c in spare if segment(problem.entries, c) <= FEW_KEYS] or spare[-1:]
-        cluster = short[0]
-    need = segment(problem.entries, cluster)
-    capacity = next(size for size in CAPACITIES if size >= need)
-    alone = problem.rows * cluster <= processors
-    threads = MOST_THREADS if alone else capacity // KEYS_OF_THREAD
-    return TopkForm(target, threads, cluster, capacity, problem.by_four, problem.limited)
+        return TopkForm(target, MOST_THREADS, 1, 8, False, by_four, limited)
+    each = 8 if problem.entries <= MANY else 16
+    return TopkForm(target, MOST_THREADS // 2, 1, each, False, by_four, limited, 2)
 
 
-def segment(entries: int, cluster: int) -> int:
-    """Return how many keys of a row each thread block has."""
-    found: int = round_up(ceil_div(entries, cluster), SEGMENT_STEP)
-    return found
+def clusters_at_once(cluster: int, processors: int) -> int:
+    """Return how many clusters surely run at once.
+
+    What is left of a GPC has no room for a whole cluster of more than two thread blocks.
+    """
+    left = processors // 8 if cluster > 2 else 0
+    return (processors - left) // cluster
 
 
 def topk_grid(problem: TopkProblem, form: TopkForm) -> int:
@@ -645,6 +675,6 @@ def topk_grid(problem: TopkProblem, form: TopkForm) -> int:
 
 
 def topk_shared_bytes(form: TopkForm) -> int:
-    """Return the shared memory of a thread block: keys, bins, and counts of warps."""
-    notes = len(LEVELS) * (form.warps + 2) + 2 * form.warps + 2
-    return 4 * (form.capacity + sum(bins for _, bins in LEVELS) + notes)
+    """Return the shared memory of a thread block: bins, counts of warps, candidates."""
+    notes = 4 * form.warps + 8 + LISTED + VECTOR + CLUSTERS[-1]
+    return 4 * (BINS + notes + max(form.capacity, VECTOR) + form.listed)

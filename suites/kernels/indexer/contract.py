@@ -37,9 +37,12 @@ if TYPE_CHECKING:
     from degarble.kernels.runtime.compiling import CompiledKernel
 
 TOPKS = (
-    TopkForm("", 1024, 8, 32768, by_four=True, limited=True),
-    TopkForm("", 256, 1, 8192, by_four=False, limited=False),
-    TopkForm("", 512, 1, 16384, by_four=True, limited=True),
+    TopkForm("", 1024, 8, 16, held=True, by_four=True, limited=True),
+    TopkForm("", 1024, 4, 32, held=True, by_four=True, limited=False),
+    TopkForm("", 1024, 1, 8, held=True, by_four=False, limited=False),
+    TopkForm("", 1024, 1, 8, held=True, by_four=True, limited=True, blocks=2),
+    TopkForm("", 1024, 1, 8, held=False, by_four=True, limited=True),
+    TopkForm("", 512, 1, 16, held=False, by_four=True, limited=False, blocks=2),
 )
 SCORES = [
     ScoresForm(SM90A.name, operands, arithmetic, padded, at_once, 64)
@@ -60,18 +63,25 @@ def _code(target: str) -> Iterator[MachineCode]:
         form = replace(topk, target=target)
         usual = topk is TOPKS[0] and target == SM90A.name
         yield MachineCode(
-            "simt_indexer_topk", form, 65_536 // form.threads,
+            "simt_indexer_topk", form, 65_536 // (form.threads * form.blocks),
             has={"barrier.cluster": form.cluster > 1}, more=_counts_in_shared_memory,
             slow=not usual,
         )  # fmt: skip
 
 
 def _counts_in_shared_memory(kernel: CompiledKernel, form: TopkForm) -> None:
-    counting = 4 if form.by_four else 1
-    # Two vectors of a level at once, and one where their number is odd.
-    at_once = kernels_of("simt_indexer_topk").AT_ONCE
-    found = kernel.ptx.count("atom.shared.add.u32")
-    assert found == counting * at_once + 3 * 4 * (len(facts.LEVELS) - 1)
+    def search(held: int) -> int:
+        """Digits of a thread's scores; the list of a bin; digits of listed keys."""
+        return held + 1 + len(facts.LEVELS)
+
+    # Of a sample; where there are too many candidates; of the candidates.
+    streamed = facts.VECTOR + 2 * search(form.kept)
+    wanted = search(form.each) if form.held else streamed
+    assert kernel.ptx.count("atom.shared.add.u32") == wanted
+    # A cluster meets before it reads bins; before and after it clears them, for each level of
+    # keys; when a list is shared; where nothing is searched; and for the totals.
+    meetings = 1 + 2 * len(facts.LEVELS) + 3 if form.cluster > 1 else 0
+    assert kernel.ptx.count("barrier.cluster.arrive") == meetings
 
 
 def _loads_and_products(kernel: CompiledKernel, form: ScoresForm) -> None:

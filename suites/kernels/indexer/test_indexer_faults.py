@@ -40,6 +40,10 @@ SCORES = indexer_checks.ScoresCase("bf16", 64, (700, 90), (30, 9), 4)
 SCORES_FP8 = indexer_checks.ScoresCase("fp8", 64, (700, 90), (30, 9), 4)
 SCORES_STORED = indexer_checks.ScoresCase("fp8", 64, (700, 90), (30, 9), 4, arithmetic="stored")
 TOPK = topk_checks.TopkCase(TopkProblem(40, 8200, 300, 4), "ties", 3)
+TOPK_HIGH = topk_checks.TopkCase(TopkProblem(140, 20_000, 2048), "high sample", 3)
+TOPK_LOW = topk_checks.TopkCase(TopkProblem(140, 20_000, 2048), "low sample", 3)
+TOPK_CLUSTERS = topk_checks.TopkCase(TopkProblem(9, 20_000, 300), seed=3)
+TOPK_BINS = topk_checks.TopkCase(TopkProblem(12, 8192, 100), "bin", 3)
 TOPK_ZEROS = topk_checks.TopkCase(TopkProblem(40, 600, 400), "ties", 3)  # zeros are the last
 OPERAND = indexer_operand_checks.OperandCase(indexer_operand_checks.problem_of(30, 8, 0))
 
@@ -108,6 +112,14 @@ def _one_level_less(true: Any, key: Any, level: int) -> Any:
     return true(ops.shift_left(key, 1) if level == len(indexer_problem.LEVELS) - 1 else key, level)
 
 
+def _believed(_true: Any, _limit: Any, filled: Any, _count: Any) -> Any:
+    return filled < 0
+
+
+def _nothing(_true: Any, *_arguments: Any) -> Any:
+    return import_module("cutlass").Int32(0)
+
+
 FAULTS = (
     Fault("relu left out", _WEIGHING, "rectified", _itself, SCORES),
     Fault("relu left out where stored", _WEIGHING, "rectified_pair", _not_rectified, SCORES_STORED),
@@ -121,6 +133,10 @@ FAULTS = (
     Fault("zeros apart by their sign", _TOPK, "key_of", _zeros_apart, TOPK_ZEROS),
     Fault("chooses among one entry more", _TOPK, "visible_of", _one_more, TOPK),
     Fault("last bits of keys ignored", _TOPK, "bin_of", _one_level_less, TOPK),
+    Fault("a sample's limit is believed", _TOPK, "misled", _believed, TOPK_HIGH),
+    Fault("limit of a full list too high", _TOPK, "limit_after", _one_more, TOPK_LOW),
+    Fault("lists of a cluster lie over others", _TOPK, "counted_before", _nothing, TOPK_CLUSTERS),
+    Fault("last bits ignored in a full bin", _TOPK, "bin_of", _one_level_less, TOPK_BINS),
     Fault("scale of a block twice as large", _OPERAND, "scale_code_of", _one_more, OPERAND),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -186,7 +202,7 @@ def named(fault: Fault) -> str:
 
 @pytest.mark.needs("cutlass")
 def test_names_are_their_own() -> None:
-    assert len(BY_NAME) == len(FAULTS) == 13
+    assert len(BY_NAME) == len(FAULTS) == 17
 
 
 @pytest.mark.needs("cutlass")

@@ -9,6 +9,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_ops as codecs
+from degarble.harness.formats.layouts import ceil_div, round_up
 from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
 from degarble.harness.model.types import Rope, RopeEnd, RopePairing
 from degarble.kernels.indexer import problem as facts
@@ -22,7 +23,6 @@ from degarble.kernels.indexer.problem import (
     choose_form,
     choose_operand_form,
     choose_topk_form,
-    segment,
 )
 from degarble.kernels.primitives.kv_problem import fp8_factor
 from degarble.kernels.runtime.targets import SM100A, TARGETS
@@ -251,23 +251,40 @@ def form_of(rows: int, entries: int, count: int = 1024) -> TopkForm:
 @pytest.mark.parametrize("entries", [1, 127, 8192, 8193, 32_768, 40_000, 131_072, 262_144])
 def test_a_form_holds_the_row(rows: int, entries: int) -> None:
     form = form_of(rows, entries)
-    held = segment(entries, form.cluster)
-    assert form.cluster * held >= entries
-    assert held <= form.capacity <= form.threads * facts.KEYS_OF_THREAD
-    assert facts.topk_shared_bytes(form) <= TARGETS["sm_90a"].shared_memory_bytes
-    # A warp's span is at most one word of marks a lane.
-    assert -(-held // form.warps) <= facts.WARP * facts.WARP
-    assert held % form.capacity == 0 or held % 4 == 0
+    target = TARGETS["sm_90a"]
+    assert form.blocks * facts.topk_shared_bytes(form) <= target.shared_memory_bytes
+    assert form.blocks * form.threads <= 2 * facts.MOST_THREADS
+    assert facts.BINS % (facts.VECTOR * form.threads) == 0
+    assert form.each <= facts.MOST_HELD
+    assert form.each % facts.VECTOR == 0
+    assert form.threads >= facts.LISTED  # a thread each
+    if form.held:
+        # A thread block's segment begins at a whole warp of entries.
+        own = round_up(ceil_div(entries, form.cluster), facts.WARP)
+        assert own <= form.segment
+    else:
+        # After the chosen ones are kept there is room for a whole chunk.
+        assert form.cluster == 1
+        assert form.capacity >= facts.MOST_COUNT + form.segment
+        assert form.kept % facts.VECTOR == 0
+        # The rank that a sample is asked for lies in the sample.
+        sample = facts.VECTOR * form.threads
+        assert 3 * facts.MOST_COUNT * sample // (2 * form.capacity) + 16 <= sample
 
 
-def test_few_rows_are_cut_and_many_are_not() -> None:
-    assert (form_of(1, 131_072).cluster, form_of(1, 131_072).threads) == (8, 1024)
-    assert (form_of(64, 131_072).cluster, form_of(64, 131_072).threads) == (4, 1024)
-    assert form_of(64, 65_536).cluster == 2
-    assert (form_of(1, 8192).cluster, form_of(1, 8192).threads) == (1, 1024)
-    many = form_of(4096, 8192)
-    assert (many.cluster, many.threads, many.capacity) == (1, 256, 8192)
-    assert (form_of(4096, 32_768).cluster, form_of(4096, 131_072).cluster) == (1, 4)
+def test_clusters_have_rows_only_where_all_run_at_once() -> None:
+    def cut(rows: int, entries: int) -> tuple[int, int, bool]:
+        form = form_of(rows, entries)
+        return form.cluster, form.each, form.held
+
+    assert [cut(rows, 8192) for rows in (1, 4096)] == 2 * [(1, 8, True)]
+    assert [form_of(rows, 8192).blocks for rows in (1, PROCESSORS, PROCESSORS + 1)] == [1, 1, 2]
+    assert [cut(rows, 32_768) for rows in (16, 64)] == [(4, 8, True), (2, 16, True)]
+    assert [cut(rows, 131_072) for rows in (1, 16)] == [(8, 16, True), (4, 32, True)]
+    assert [cut(rows, 131_072) for rows in (64, 4096)] == [(1, 8, False), (1, 16, False)]
+    assert cut(4096, 32_768) == (1, 8, False)
+    # 32 scores of a thread are read in fours alone.
+    assert cut(16, 131_071) == (1, 8, False)
 
 
 def test_levels_cover_a_key_without_overlap() -> None:

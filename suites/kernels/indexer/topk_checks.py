@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 SETTINGS = CompileSettings()
 POISON = -7_777
-SPREADS = ("ordinary", "ties", "equal", "special", "unseen")
+HASH = 0x9E37_79B1
+SPREADS = (
+    "ordinary", "ties", "equal", "special", "unseen", "rising", "bin", "high sample", "low sample",
+)  # fmt: skip
 COUNTS = (512, 1024, 2048)
 
 
@@ -70,6 +73,17 @@ class TopkCase:
         return seen.clamp(0, p.entries)
 
     @cached_property
+    def sampled(self) -> Tensor:
+        """Return the entries that a sample of a row reads, whatever the form: eight a part."""
+        pairs, first = self.problem.entries // 8, []
+        for parts in (256, 512):
+            for part in range(parts):
+                begin, end = pairs * part // parts, pairs * (part + 1) // parts
+                first.append(8 * (begin + ((part * HASH % 2**32 >> 16) * (end - begin) >> 16)))
+        entries = (torch.tensor(first)[:, None] + torch.arange(8)).flatten()
+        return entries[entries < self.problem.entries]
+
+    @cached_property
     def scores(self) -> Tensor:
         """Draw float32 scores; what a row does not see is NaN, which would be chosen first."""
         p = self.problem
@@ -86,6 +100,18 @@ class TopkCase:
                 score_TW[torch.rand(score_TW.shape, generator=generator) < 0.02] = number
         if self.spread == "unseen":
             score_TW[torch.rand(score_TW.shape, generator=generator) < 0.97] = -torch.inf
+        if self.spread == "rising":
+            score_TW = score_TW.sort(dim=-1).values
+        if self.spread == "bin":
+            # As many in one bin of the first digit as are compared all with all, or a few more.
+            many = min(p.entries, facts.LISTED - 2)
+            for row in range(p.rows):
+                score_TW[row] -= 9
+                some = torch.randperm(p.entries, generator=generator)[: many + row % 6]
+                steps = torch.randint(1, 4000, some.shape, generator=generator)
+                score_TW[row, some] = 1 + steps / 2**20
+        if self.spread.endswith("sample"):
+            score_TW[:, self.sampled] += 9 if self.spread == "high sample" else -9
         hidden = torch.arange(p.entries) >= self.visible[:, None]
         return score_TW.masked_fill(hidden, torch.nan)
 
@@ -145,7 +171,8 @@ def cases() -> list[TopkCase]:
     problems.append(TopkProblem(140, 20_001, 2048, 1))
     for entries in (8193, 32_768, 131_072, 262_144):
         problems += [TopkProblem(3, entries, 1024, 4), TopkProblem(1, entries, 2048)]
-    problems.append(TopkProblem(40, 65_536, 512, 1))
+    problems += [TopkProblem(20, 131_072, 2048, 1), TopkProblem(40, 30_000, 2048)]
+    problems += [TopkProblem(40, 65_536, 512, 1), TopkProblem(133, 65_540, 2048)]
     return [
         TopkCase(problem, spread, number)
         for number, spread in enumerate(SPREADS)
