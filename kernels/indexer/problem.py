@@ -676,5 +676,5 @@ def topk_grid(problem: TopkProblem, form: TopkForm) -> int:
 
 def topk_shared_bytes(form: TopkForm) -> int:
     """Return the shared memory of a thread block: bins, counts of warps, candidates."""
-    notes = 4 * form.warps + 8 + LISTED + VECTOR + CLUSTERS[-1]
+    notes = (4 + form.cluster) * form.warps + 8 + LISTED + VECTOR + CLUSTERS[-1]
     return 4 * (BINS + notes + max(form.capacity, VECTOR) + form.listed)

@@ -41,7 +41,8 @@ INFINITY = float("inf")
 NAN_KEY = 0xFFFF_FFFF
 # Slots of `warps` and of `found`.
 OF_BINS, OF_CHOSEN, OF_CHUNK = 0, 1, 2  # and 3: chunks take turns
-BIN, RANK, COUNT, KEY, EQUALS, LISTS = 0, 1, 2, 3, 4, 5
+BIN, RANK, COUNT, AHEAD, KEY, EQUALS, LISTS = 0, 1, 2, 3, 4, 5, 6
+ASKED = 4  # thread blocks of a cluster that are asked at once: more would take registers
 HASH = 0x9E37_79B1  # an odd number near 2**32 over the golden ratio
 
 
@@ -63,6 +64,7 @@ class TopkSharedMemory(NamedTuple):
     warps: Any  # (warps, slots): counts of each warp
     found: Any  # what a search found, and how many keys are listed
     keys: Any  # of the listed scores of the whole cluster, where they are few
+    ranges: Any  # what the bins of each warp of the cluster count
     totals: Any  # above and equal, of each thread block of the cluster
     scores: Any  # candidates in order of their entries; listed ones while registers hold those
     entries: Any
@@ -133,8 +135,9 @@ def shared_of(form: TopkForm) -> TopkSharedMemory:
     bins = held(Int32, facts.BINS)
     counts = held(Int32, form.warps, 4), held(Int32, 8)
     keys, totals = held(Uint32, facts.LISTED + facts.VECTOR), held(Uint32, facts.CLUSTERS[-1])
+    ranges = held(Int32, form.warps * form.cluster)
     scores, entries = held(Float32, form.listed), held(Int32, max(form.capacity, facts.VECTOR))
-    return TopkSharedMemory(bins, *counts, keys, totals, scores, entries)
+    return TopkSharedMemory(bins, *counts, keys, ranges, totals, scores, entries)
 
 
 def in_fours(tensor: Any) -> Any:
@@ -238,11 +241,6 @@ def put_remote(address: Any, word: Any) -> None:
     )  # fmt: skip
 
 
-def remote(address: Any) -> Any:
-    """Read an integer of the shared memory of a thread block of the cluster."""
-    return emit("ld.shared::cluster.s32 {$w0}, [{$r0}];", Int32, address)
-
-
 def remote_four(address: Any) -> list[Any]:
     """Read four integers of the shared memory of a thread block of the cluster."""
     words = ", ".join(f"{{$w{i}}}" for i in range(4))
@@ -283,56 +281,82 @@ def clear_bins(shared: TopkSharedMemory, form: cutlass.Constexpr) -> None:
     cute.arch.sync_threads()
 
 
+def if_before(other: Any, block: Any, number: Any) -> Any:
+    """Return a number of the cluster's blocks before one, 0 of others."""
+    return ops.select(other < block, number, Int32(0))
+
+
 @cute.jit
 def find_bin(shared: TopkSharedMemory, rank: Any, form: cutlass.Constexpr) -> tuple[Any, ...]:
-    """Return the bin of the score of a rank, its rank there, and the bin's count.
+    """Return the bin of the score of a rank, its rank there, and the bin's count: all, and before.
 
-    Ranks are counted from the largest; at least as many are counted. A thread block alone clears
-    its bins.
+    Ranks are counted from the largest; at least as many are counted. The last number is of the
+    cluster's blocks before this one. Blocks tell each other what a warp's bins count, and read each
+    other's bins of one warp. A thread block alone clears its bins.
     """
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = thread // facts.WARP, thread % facts.WARP
     # Thread t has the t-th run of bins from the top.
     vectors = facts.BINS // facts.VECTOR // form.threads
     first = facts.BINS // facts.VECTOR - (thread + 1) * vectors
-    together(form)
+    each, block = facts.VECTOR * vectors, block_of(form)
+    cute.arch.sync_threads()
     if thread == 0:
         shared.found[LISTS] = 0
-    each, block = facts.VECTOR * vectors, block_of(form)
-    counts = [Int32(0)] * each
-    if cutlass.const_expr(form.cluster == 1):
-        rCounts = cute.make_rmem_tensor(cute.make_layout((facts.VECTOR, vectors)), Int32)
-        rNone = cute.make_rmem_tensor(facts.VECTOR, Int32)
-        rNone.fill(0)
-        for i in cutlass.range_constexpr(vectors):
-            cute.autovec_copy(in_fours(shared.bins)[None, first + i], rCounts[None, i])
-            cute.autovec_copy(rNone, in_fours(shared.bins)[None, first + i])
-        counts = [Int32(rCounts[j, i]) for i in range(vectors) for j in range(facts.VECTOR)]
-    else:
-        for distance in cutlass.range_constexpr(form.cluster):
-            # Each block begins with its own bins, so that not all ask the same one at once.
-            other = (block + distance) % form.cluster
-            address = address_in(shared.bins, facts.VECTOR * first, other)
-            found = [n for i in range(vectors) for n in remote_four(address + Uint32(16 * i))]
-            counts = [old + new for old, new in zip(counts, found, strict=True)]
-    own = Int32(0)
+    rCounts = cute.make_rmem_tensor(cute.make_layout((facts.VECTOR, vectors)), Int32)
+    for i in cutlass.range_constexpr(vectors):
+        cute.autovec_copy(in_fours(shared.bins)[None, first + i], rCounts[None, i])
+    counts = [Int32(rCounts[j, i]) for i in range(vectors) for j in range(facts.VECTOR)]
+    own, ahead = Int32(0), [Int32(0)] * each
     for number in counts:
         own = own + number
-    through = scanned(own)
-    if lane == facts.WARP - 1:
-        shared.warps[warp, OF_BINS] = through
-    cute.arch.sync_threads()
-    before, _ = before_warp(shared, OF_BINS, form)
-    before = before + through - own
-    if (before < rank) & (rank <= before + own):
+    total = summed(own)
+    if cutlass.const_expr(form.cluster == 1):
+        rCounts.fill(0)
+        for i in cutlass.range_constexpr(vectors):
+            cute.autovec_copy(rCounts[None, i], in_fours(shared.bins)[None, first + i])
+        if lane == 0:
+            shared.warps[warp, OF_BINS] = total
+    elif lane < form.cluster:
+        put_remote(address_in(shared.ranges, block * form.warps + warp, lane), Uint32(total))
+    together(form)
+    of_lane = Int32(0)  # what the bins of the warp of a lane's number count
+    if lane < form.warps:
+        if cutlass.const_expr(form.cluster == 1):
+            of_lane = Int32(shared.warps[lane, OF_BINS])
+        else:
+            for other in cutlass.range_constexpr(form.cluster):
+                of_lane = of_lane + Int32(shared.ranges[other * form.warps + lane])
+    before = summed(ops.select(lane < warp, of_lane, Int32(0)))
+    of_warp = Int32(cute.arch.shuffle_sync(of_lane, warp))
+    if (before < rank) & (rank <= before + of_warp):
+        if cutlass.const_expr(form.cluster > 1):
+            counts, at_once = [Int32(0)] * each, min(form.cluster, ASKED)
+            for group in cutlass.range(form.cluster // at_once, unroll=1):
+                for member in cutlass.range_constexpr(at_once):
+                    other = group * at_once + member
+                    address = address_in(shared.bins, facts.VECTOR * first, other)
+                    found = [
+                        n for i in range(vectors) for n in remote_four(address + Uint32(16 * i))
+                    ]
+                    counts = [old + new for old, new in zip(counts, found, strict=True)]
+                    ahead = [
+                        old + if_before(other, block, new)
+                        for old, new in zip(ahead, found, strict=True)
+                    ]
+            own = Int32(0)
+            for number in counts:
+                own = own + number
+        before = before + scanned(own) - own
         for i in cutlass.range_constexpr(each - 1, -1, -1):
             if (before < rank) & (rank <= before + counts[i]):
                 shared.found[BIN] = facts.VECTOR * first + i
                 shared.found[RANK] = rank - before
                 shared.found[COUNT] = counts[i]
+                shared.found[AHEAD] = ahead[i]
             before = before + counts[i]
     cute.arch.sync_threads()
-    return tuple(Int32(shared.found[slot]) for slot in (BIN, RANK, COUNT))
+    return tuple(Int32(shared.found[slot]) for slot in (BIN, RANK, COUNT, AHEAD))
 
 
 @cute.jit
@@ -366,21 +390,6 @@ def list_bin(
             at = at + ops.select(is_marked(marks, j), Int32(1), Int32(0))
     cute.arch.sync_threads()
     return Int32(shared.found[LISTS])
-
-
-@cute.jit
-def counted_before(
-    shared: TopkSharedMemory, found: Any, count: Any, form: cutlass.Constexpr
-) -> Any:
-    """Return a lane's part of what the cluster's blocks before this one count in a small bin.
-
-    Nothing waits for it here: it is summed once the bin is listed.
-    """
-    lane, of_lane = cute.arch.lane_idx(), Int32(0)
-    if cutlass.const_expr(form.cluster > 1):  # noqa: SIM102  one is known in tracing
-        if (lane < block_of(form)) & (count <= facts.LISTED):
-            of_lane = remote(address_in(shared.bins, found, lane))
-    return of_lane
 
 
 @cute.jit
@@ -451,7 +460,7 @@ def among_counted(
                 count_in(shared, bin_of(key, level))
             elif ops.shift_right(key, above) == prefix:
                 count_in(shared, bin_of(key, level))
-        digit, rank, _ = find_bin(shared, rank, form)
+        digit, rank, _, _ = find_bin(shared, rank, form)
         wider = (above or 32) - facts.LEVELS[level][0]
         prefix = ops.shift_left(prefix, wider) | Uint32(digit)
     return prefix, rank
@@ -470,12 +479,11 @@ def last_chosen(
     -inf is counted as well; where it has the rank, none of its equals is chosen.
     """
     words = digits_counted(shared, rScores, held)
-    found, inner, count = find_bin(shared, rank, form)
-    ahead = counted_before(shared, found, count, form)
+    found, inner, count, ahead = find_bin(shared, rank, form)
     own = list_bin(shared, rScores, words, found, form, held)
     key, equals = Uint32(facts.NEVER), Int32(0)
     if count <= facts.LISTED:
-        share_listed(shared, (own, summed(ahead), count), form)
+        share_listed(shared, (own, ahead, count), form)
         key, equals = among_listed(shared, inner, count)
     else:
         key, equals = among_counted(shared, inner, own, form)
@@ -524,8 +532,8 @@ def chosen_of(
         all_above, all_equal = Int32(0), Int32(0)
         for other in cutlass.range_constexpr(form.cluster):
             of_above, of_equal = halves_of(shared.totals[other])
-            above_before = above_before + ops.select(block > other, of_above, Int32(0))
-            equal_before = equal_before + ops.select(block > other, of_equal, Int32(0))
+            above_before = above_before + if_before(Int32(other), block, of_above)
+            equal_before = equal_before + if_before(Int32(other), block, of_equal)
             all_above, all_equal = all_above + of_above, all_equal + of_equal
     vectors, marks = held // facts.VECTOR, above
     places, rooms = [], []
@@ -630,6 +638,8 @@ def choose_held(
     """Choose in a row that the registers of a thread block hold, or those of a cluster."""
     start, of_row, visible, count = row
     each = form.each
+    if cutlass.const_expr(form.cluster > 1):
+        cute.arch.cluster_arrive_relaxed()
     own = (visible + form.cluster - 1) // form.cluster
     own = (own + facts.WARP - 1) // facts.WARP * facts.WARP
     begin = block_of(form) * own
@@ -637,11 +647,11 @@ def choose_held(
     rScores = cute.make_rmem_tensor(each, Float32)
     end = cutlass.min(begin + own, visible)
     load_scores(tensors, rScores, (start, first, end), form, each // facts.VECTOR)
+    if cutlass.const_expr(form.cluster > 1):
+        cute.arch.cluster_wait()  # all have begun: their shared memory may be written
     key, equals = Uint32(facts.NEVER), Int32(0)
     if visible > count:
         key, equals = last_chosen(shared, rScores, count, form, each)
-    elif cutlass.const_expr(form.cluster > 1):
-        together(form)  # all have begun: their shared memory may be written
     marks, places, chosen = chosen_of(shared, rScores, (key, equals), form, each)
     out = row_of(tensors, of_row)
     for i in cutlass.range_constexpr(each // facts.VECTOR):
@@ -682,7 +692,7 @@ def sampled_limit(
     load_scores(tensors, rScores, (start, first, visible), form, 1)
     digits_counted(shared, rScores, facts.VECTOR)
     expected = count * (form.threads * facts.VECTOR) // visible
-    found, _, _ = find_bin(shared, expected + expected // 2 + 16, form)
+    found, _, _, _ = find_bin(shared, expected + expected // 2 + 16, form)
     return number_below(found)
 
 

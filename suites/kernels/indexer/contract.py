@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TOPKS = (
     TopkForm("", 1024, 8, 16, held=True, by_four=True, limited=True),
-    TopkForm("", 1024, 4, 32, held=True, by_four=True, limited=False),
+    TopkForm("", 1024, 4, 32, held=True, by_four=True, limited=True),
     TopkForm("", 1024, 1, 8, held=True, by_four=False, limited=False),
     TopkForm("", 1024, 1, 8, held=True, by_four=True, limited=True, blocks=2),
     TopkForm("", 1024, 1, 8, held=False, by_four=True, limited=True),
@@ -78,8 +78,8 @@ def _counts_in_shared_memory(kernel: CompiledKernel, form: TopkForm) -> None:
     streamed = facts.VECTOR + 2 * search(form.kept)
     wanted = search(form.each) if form.held else streamed
     assert kernel.ptx.count("atom.shared.add.u32") == wanted
-    # A cluster meets before it reads bins; before and after it clears them, for each level of
-    # keys; when a list is shared; where nothing is searched; and for the totals.
+    # A cluster meets when it has begun; before it reads bins; before and after it clears them, for
+    # each level of keys; when a list is shared; and for the totals.
     meetings = 1 + 2 * len(facts.LEVELS) + 3 if form.cluster > 1 else 0
     assert kernel.ptx.count("barrier.cluster.arrive") == meetings
 

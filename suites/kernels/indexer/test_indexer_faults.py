@@ -135,7 +135,7 @@ FAULTS = (
     Fault("last bits of keys ignored", _TOPK, "bin_of", _one_level_less, TOPK),
     Fault("a sample's limit is believed", _TOPK, "misled", _believed, TOPK_HIGH),
     Fault("limit of a full list too high", _TOPK, "limit_after", _one_more, TOPK_LOW),
-    Fault("lists of a cluster lie over others", _TOPK, "counted_before", _nothing, TOPK_CLUSTERS),
+    Fault("lists of a cluster lie over others", _TOPK, "if_before", _nothing, TOPK_CLUSTERS),
     Fault("last bits ignored in a full bin", _TOPK, "bin_of", _one_level_less, TOPK_BINS),
     Fault("scale of a block twice as large", _OPERAND, "scale_code_of", _one_more, OPERAND),
 )
