@@ -559,7 +559,6 @@ BINS = 4096  # of a first digit: the upper 12 bits of a score in FP16, ordered
 LISTED = 256  # keys of a bin that are compared all with all
 # Thread blocks of a row and scores of a thread, in the order in which they are preferred.
 HOLDING = ((1, 8), (4, 8), (2, 16), (8, 16), (4, 32), (8, 32))
-MANY = 1 << 16  # entries from which on larger chunks are read
 LEVELS = ((21, 2048), (10, 2048), (0, 1024))  # shift and bins: 11, 11 and 10 bits from the top
 NEVER = 0x007F_FFFF  # the key of -inf: keys up to here are not chosen
 NONE = -1
@@ -654,10 +653,8 @@ def choose_topk_form(problem: TopkProblem, target: str, processors: int = 0) -> 
         if fits and at_once and (by_four or each < MOST_HELD):
             blocks = 1 if few else 2
             return TopkForm(target, MOST_THREADS, cluster, each, True, by_four, limited, blocks)
-    if few:
-        return TopkForm(target, MOST_THREADS, 1, 8, False, by_four, limited)
-    each = 8 if problem.entries <= MANY else 16
-    return TopkForm(target, MOST_THREADS // 2, 1, each, False, by_four, limited, 2)
+    threads, each, blocks = (MOST_THREADS, 8, 1) if few else (MOST_THREADS // 2, 12, 2)
+    return TopkForm(target, threads, 1, each, False, by_four, limited, blocks)
 
 
 def clusters_at_once(cluster: int, processors: int) -> int:

@@ -42,7 +42,7 @@ TOPKS = (
     TopkForm("", 1024, 1, 8, held=True, by_four=False, limited=False),
     TopkForm("", 1024, 1, 8, held=True, by_four=True, limited=True, blocks=2),
     TopkForm("", 1024, 1, 8, held=False, by_four=True, limited=True),
-    TopkForm("", 512, 1, 16, held=False, by_four=True, limited=False, blocks=2),
+    TopkForm("", 512, 1, 12, held=False, by_four=True, limited=False, blocks=2),
 )
 SCORES = [
     ScoresForm(SM90A.name, operands, arithmetic, padded, at_once, 64)

@@ -281,8 +281,9 @@ def test_clusters_have_rows_only_where_all_run_at_once() -> None:
     assert [form_of(rows, 8192).blocks for rows in (1, PROCESSORS, PROCESSORS + 1)] == [1, 1, 2]
     assert [cut(rows, 32_768) for rows in (16, 64)] == [(4, 8, True), (2, 16, True)]
     assert [cut(rows, 131_072) for rows in (1, 16)] == [(8, 16, True), (4, 32, True)]
-    assert [cut(rows, 131_072) for rows in (64, 4096)] == [(1, 8, False), (1, 16, False)]
-    assert cut(4096, 32_768) == (1, 8, False)
+    assert [cut(rows, 131_072) for rows in (64, 4096)] == [(1, 8, False), (1, 12, False)]
+    assert [form_of(rows, 131_072).threads for rows in (64, 4096)] == [1024, 512]
+    assert cut(4096, 32_768) == (1, 12, False)
     # 32 scores of a thread are read in fours alone.
     assert cut(16, 131_071) == (1, 8, False)
 
