@@ -196,10 +196,10 @@ def choose_rows(
             rGate[channel, row] = ops.select(is_new, Float32(rGate[channel, row]), gate)
 
 
-def kept_registers() -> tuple[Any, Any]:
-    """Make registers for a few columns of a token."""
-    latent, gate = (cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32) for _ in range(2))
-    return latent, gate
+def kept_registers() -> tuple[Any, Any, Any]:
+    """Make registers for a few columns of a token: latents, gates, bias."""
+    latent, gate, bias = (cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32) for _ in range(3))
+    return latent, gate, bias
 
 
 def keeps(place: SequenceRows, rings: Any) -> Any:
@@ -210,41 +210,41 @@ def keeps(place: SequenceRows, rings: Any) -> Any:
 @cute.jit
 def read_kept(
     tensors: PoolTensors,
-    kept: tuple[Any, Any],
+    kept: tuple[Any, Any, Any],
     place: SequenceRows,
     numbers: tuple[Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Read a few columns of a token as its ring has them; `numbers` is token, column."""
+    """Read a few columns of a token and their bias; `numbers` is token, column. Nothing waits."""
     token, column = numbers
-    rLatent, rGate = kept
+    rLatent, rGate, rBias = kept
     of_row, of_gate = 2 * form.columns // CHANNELS_OF_THREAD, form.columns // CHANNELS_OF_THREAD
     position = place.start + (token - place.begin)
-    rBias = cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32)
     at = Int64(token) * of_row + Int64(column)
     cute.autovec_copy(tensors.projected[None, at], rLatent)
     cute.autovec_copy(tensors.projected[None, at + of_gate], rGate)
     cute.autovec_copy(tensors.ape[None, position % form.ratio * of_gate + column], rBias)
-    for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
-        rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
 
 
 @cute.jit
 def write_kept(
     tensors: PoolTensors,
-    kept: tuple[Any, Any],
+    kept: tuple[Any, Any, Any],
     place: SequenceRows,
     numbers: tuple[Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Write what read_kept read into the token's ring."""
+    """Write what read_kept read into the token's ring, the gates with their bias."""
     token, column = numbers
+    rLatent, rGate, rBias = kept
+    for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+        rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
     of_row, of_gate = 2 * form.columns // CHANNELS_OF_THREAD, form.columns // CHANNELS_OF_THREAD
     position = place.start + (token - place.begin)
     held = place.ring * form.ring_rows + position % form.ring_rows
     at = Int64(held) * of_row + Int64(column)
-    cute.autovec_copy(kept[0], tensors.rings[None, at])
-    cute.autovec_copy(kept[1], tensors.rings[None, at + of_gate])
+    cute.autovec_copy(rLatent, tensors.rings[None, at])
+    cute.autovec_copy(rGate, tensors.rings[None, at + of_gate])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,17 +323,34 @@ def of_parts(shared: Any, within: Any, form: PoolForm) -> list[list[Any]]:
 def tell_slot(tensors: PoolTensors, told: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Write position and slot; `told`: window, sequence, last position, closes, page, columns."""
     window, sequence, last, closes, entries, columns = told
-    slot, first = Int64(facts.NO_PLACE), Int64(0)
-    if closes:
-        first = Int64(last - (form.ratio - 1))
-        entry = last // form.ratio
-        column = entry // entries
-        if column < columns:
-            page = Int32(tensors.table[sequence * columns + column])
-            if page >= 0:
-                slot = Int64(page) * Int64(entries) + Int64(entry % entries)
-    tensors.positions[window] = first
-    tensors.slots[window] = slot
+    asked = ask_for_page(tensors, (sequence, last, closes, entries, columns), form)
+    put_slot(tensors, (window, last, closes, entries), asked, form)
+
+
+@cute.jit
+def ask_for_page(
+    tensors: PoolTensors, told: tuple[Any, ...], form: cutlass.Constexpr
+) -> tuple[Any, Any]:
+    """Return the page of a window's entry, -1 for none, and its row there; nothing waits here."""
+    sequence, last, closes, entries, columns = told
+    entry = last // form.ratio
+    column, page = entry // entries, Int32(facts.NO_PLACE)
+    if closes & (column < columns):
+        page = Int32(tensors.table[sequence * columns + column])
+    return page, entry % entries
+
+
+@cute.jit
+def put_slot(
+    tensors: PoolTensors, told: tuple[Any, ...], asked: tuple[Any, Any], form: cutlass.Constexpr
+) -> None:
+    """Write position and slot; `told`: window, last position, closes, entries of a page."""
+    window, last, closes, entries = told
+    page, within = asked
+    first = Int64(last - (form.ratio - 1))
+    slot = Int64(page) * Int64(entries) + Int64(within)
+    tensors.positions[window] = ops.select(closes, first, Int64(0))
+    tensors.slots[window] = ops.select(page >= 0, slot, Int64(facts.NO_PLACE))
 
 
 def shared_of(form: PoolForm) -> tuple[Any, Any, Any]:
@@ -407,18 +424,45 @@ def pool_alone(
     first, closes = start - (form.ring_rows - 1), (start + 1) % form.ratio == 0
     if closes:
         read_old_rows(tensors, carried, (first, part, chunk, ring), form)
-    if (group == 0) & (thread == 0):
-        tell_slot(tensors, (window, window, start, closes, entries, columns), form)
-    if part == 0:
+    keeping = (part == 0) & keeps(place, rings)
+    kept = [kept_registers() for _ in range(form.columns // form.width)]
+    if keeping:
         for half in cutlass.range_constexpr(form.columns // form.width):
             column = chunk + half * (form.width // CHANNELS_OF_THREAD)
-            if keeps(place, rings):
-                kept = kept_registers()
-                read_kept(tensors, kept, place, (window, column), form)
-                write_kept(tensors, kept, place, (window, column), form)
+            read_kept(tensors, kept[half], place, (window, column), form)
+    # Its two divisions and the page are waited for while the rows come, by a thread without a mean.
+    tells = (group == 0) & (thread == form.threads - 1)
+    asked = (Int32(facts.NO_PLACE), Int32(0))
+    if tells:
+        asked = ask_for_page(tensors, (window, start, closes, entries, columns), form)
     if closes:
         choose_rows(registers, carried, place, (first, part, carries))
+    told = (window, start, closes, entries)
+    # Trap: beside the sums of several parts their registers would be spilled.
+    if cutlass.const_expr(form.parts > 1):
+        keep_and_tell(tensors, (keeping, kept, place, chunk), (tells, told, asked), form)
+    if closes:
         pool_window(tensors, registers, shared, (window, part, chunk, within), form)
+    if cutlass.const_expr(form.parts == 1):
+        keep_and_tell(tensors, (keeping, kept, place, chunk), (tells, told, asked), form)
+
+
+@cute.jit
+def keep_and_tell(
+    tensors: PoolTensors,
+    keeping: tuple[Any, ...],
+    telling: tuple[Any, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Write what pool_alone read and asked for: columns of the token's row, and the slot."""
+    keeps_row, kept, place, chunk = keeping
+    tells, told, asked = telling
+    if keeps_row:
+        for half in cutlass.range_constexpr(form.columns // form.width):
+            column = chunk + half * (form.width // CHANNELS_OF_THREAD)
+            write_kept(tensors, kept[half], place, (place.begin, column), form)
+    if tells:
+        put_slot(tensors, told, asked, form)
 
 
 @cute.kernel

@@ -24,6 +24,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives import kv_problem as facts
 from degarble.kernels.primitives import kv_problem as rows
@@ -34,6 +35,8 @@ from degarble.kernels.primitives.device_words import (
     amax_bits,
     amax_number,
     ask_for_turn,
+    e4m3_words,
+    emit,
     factor_of_row,
     fp8_words,
     high_product,
@@ -43,7 +46,6 @@ from degarble.kernels.primitives.device_words import (
     nvfp4_scale_code,
     nvfp4_word,
     put,
-    quotient_words,
     registers_of,
     rounded_words,
     store,
@@ -113,6 +115,40 @@ def normed_words(words: list[Any], weights: list[Any], factor: Any, form: WriteF
     return rounded_words([rows.normed(number, weight, factor) for number, weight in pairs])
 
 
+def quotient(number: Any, divisor: Any, inverse: Any) -> Any:
+    """Return number / divisor, rounded once, for an inverse that is off by a unit at most.
+
+    Of numbers whose quotients and remainders are normal. The rest is of the other sign than usual:
+    so a zero keeps its sign.
+    """
+    made = ops.multiply_rn(number, inverse)
+    for _ in range(2):
+        rest = ops.fma_rn(divisor, made, -number)
+        made = ops.fma_rn(-inverse, rest, made)
+    return made
+
+
+def quotients(numbers: list[Any], scale: Any) -> list[Any]:
+    """Return numbers over their block's scale, by one inverse, as true divisions have them.
+
+    A division each takes a branch, and where a lane's numbers are zeros a slow one. Quotients that
+    are not normal have the code of zero, however they are rounded.
+    """
+    estimate = emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, scale)
+    inverse = ops.fma_rn(estimate, ops.fma_rn(-scale, estimate, Float32(1.0)), estimate)
+    return [quotient(number, scale, inverse) for number in numbers]
+
+
+def scale_bits(bits: Any, entry: Any) -> Any:
+    """Return what fp32_scale_bits does, without a division."""
+    if entry.powers:
+        return rules.fp32_scale_bits(bits, entry)
+    amax = ops.maximum(codecs.bf16_decode(bits), rules.FP8_SMALLEST_AMAX)
+    most, inverse = Float32(codecs.E4M3_MAX), Float32(rules.LARGEST_E4M3_INVERSE)
+    made = ops.bits_of(quotient(amax, most, inverse))
+    return ops.select(bits >= rules.NAN_BF16, Uint32(0x7FC0_0000), made)
+
+
 def coded(words: list[Any], form: WriteForm) -> tuple[Any, list[Any]]:
     """Return the code of the block's scale, or its bits, and the words of a lane's codes."""
     entry = form.format
@@ -121,8 +157,8 @@ def coded(words: list[Any], form: WriteForm) -> tuple[Any, list[Any]]:
         return code, [nvfp4_word(words, code, form.target)]
     bits = amax_bits(words, entry.block // rows.HALF)
     if entry.numbers:
-        scale = rules.fp32_scale_bits(bits, entry)
-        return scale, quotient_words(words, ops.number_of(scale))
+        scale = scale_bits(bits, entry)
+        return scale, e4m3_words(quotients(numbers_of(words), ops.number_of(scale)))
     code = rules.fp8_scale_code(bits)
     return code, fp8_words(words, rules.fp8_factor(code))
 

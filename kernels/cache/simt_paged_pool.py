@@ -1,11 +1,11 @@
 """Store tokens' pooling states in the pages of a sequence, and pool the windows that they close.
 
-One source for sm_90a and sm_100a, two launches. `keep_kernel`, a thread block a token: writes a
+One source for sm_90a and sm_100a. `keep_kernel`, a thread block a token: writes a
 token's latents, and its gates plus their bias `ape`, into its slot of the states. `pool_kernel`:
 each token that closes a window reads that window's rows back from the pages of its sequence and
 writes a pooled BF16 entry [T, E], the position for its RoPE, and its slot in the cache of entries;
-for other tokens only a slot of -1. The sums are simt_compressor's, in its order: equal rows give
-equal bits.
+for other tokens only a slot of -1. The only token of a launch has `single_kernel`, which does both.
+The sums are simt_compressor's, in its order: equal rows give equal bits.
 
 Tokens without a slot (below 0, or beyond the pages) are skipped. A missing page makes its window
 NaN, so that the error shows. Never waits for the GPU and allocates nothing where outputs are given,
@@ -92,46 +92,82 @@ def keep_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass.C
             cute.autovec_copy(rGate, tensors.states[None, place + (of_gate + more)])
 
 
+class ListedRows(NamedTuple):
+    """Where a part's rows of a window lie."""
+
+    begin: Any  # position of the first
+    found: list[Any]  # whether a row's page is there
+    pages: list[Any]  # 0 where it is not
+
+
+def listed_rows(
+    tensors: PagedTensors, numbers: tuple[Any, ...], extents: tuple[Any, ...], form: PagedForm
+) -> ListedRows:
+    """Look up the pages of a part's rows; `numbers`: first position, part, sequence."""
+    first, part, sequence = numbers
+    pages, columns, _ = extents
+    begin, found, listed = first + part * ROWS_AT_ONCE, [], []
+    for row in range(ROWS_AT_ONCE):
+        column = ops.maximum(begin + row, Int32(0)) // form.rows
+        inside = column < columns
+        at = Int64(sequence) * columns + Int64(ops.select(inside, column, Int32(0)))
+        page = Int32(tensors.table[at])
+        there = inside & (page >= 0) & (page < pages)
+        found.append(there)
+        listed.append(ops.select(there, page, Int32(0)))
+    return ListedRows(begin, found, listed)
+
+
 def read_rows(
     tensors: PagedTensors,
     registers: tuple[Any, Any],
-    numbers: tuple[Any, ...],
-    extents: tuple[Any, ...],
+    listed: ListedRows,
+    numbers: tuple[Any, Any],
     form: PagedForm,
 ) -> None:
-    """Read a part's rows of a window; `numbers`: first position, part, chunk of E, sequence.
-
-    Rows before the sequence's start have no weight; those of a missing page are NaN.
-    """
-    first, part, chunk, sequence = numbers
-    pages, columns, of_page = extents
+    """Read a part's rows of a window; `numbers`: chunk of E, vectors of a page."""
+    chunk, of_page = numbers
     rLatent, rGate = registers
     of_row, of_gate, of_entry = (
         n // CHANNELS_OF_THREAD for n in (2 * form.pool.columns, form.pool.columns, form.pool.width)
     )
-    begin, found = first + part * ROWS_AT_ONCE, []
     for row in range(ROWS_AT_ONCE):
-        position = ops.maximum(begin + row, Int32(0))
-        column = position // form.rows
-        inside = column < columns
-        listed = Int64(sequence) * columns + Int64(ops.select(inside, column, Int32(0)))
-        page = Int32(tensors.table[listed])
-        there = inside & (page >= 0) & (page < pages)
-        found.append(there)
-        at = Int64(ops.select(there, page, Int32(0))) * of_page
+        position = ops.maximum(listed.begin + row, Int32(0))
         within = row // form.pool.ratio * of_entry
+        at = Int64(listed.pages[row]) * of_page
         at += Int64(position % form.rows * of_row + chunk + within)
         cute.autovec_copy(tensors.states[None, at], rLatent[None, row])
         cute.autovec_copy(tensors.states[None, at + of_gate], rGate[None, row])
+
+
+def choose_rows(registers: tuple[Any, Any], listed: ListedRows) -> None:
+    """Give rows before the sequence's start no weight, and make those of a missing page NaN."""
+    rLatent, rGate = registers
     for row in range(ROWS_AT_ONCE):
-        is_there = begin + row >= 0
-        known = is_there & found[row]
+        is_there = listed.begin + row >= 0
+        known = is_there & listed.found[row]
         # A row that should exist but has no page is NaN; one before the start is no row.
         lost = ops.select(is_there, Float32.nan, Float32(0.0))
         before = ops.select(is_there, Float32(0.0), -Float32.inf)
         for channel in range(CHANNELS_OF_THREAD):
             rLatent[channel, row] = ops.select(known, Float32(rLatent[channel, row]), lost)
             rGate[channel, row] = ops.select(known, Float32(rGate[channel, row]), before)
+
+
+def choose_kept(
+    registers: tuple[Any, Any], listed: ListedRows, slot: Any, kept: list[Any], form: PagedForm
+) -> None:
+    """Take the rows of the slot that this launch fills from what it stores there."""
+    rLatent, rGate = registers
+    for row in range(ROWS_AT_ONCE):
+        position = ops.maximum(listed.begin + row, Int32(0))
+        place = Int64(listed.pages[row]) * form.rows + Int64(position % form.rows)
+        own = listed.found[row] & (place == slot)
+        latents, gates = kept[row // form.pool.ratio]
+        for channel in range(CHANNELS_OF_THREAD):
+            latent, gate = Float32(rLatent[channel, row]), Float32(rGate[channel, row])
+            rLatent[channel, row] = ops.select(own, Float32(latents[channel]), latent)
+            rGate[channel, row] = ops.select(own, Float32(gates[channel]), gate)
 
 
 @cute.jit
@@ -161,8 +197,83 @@ def pool_token(
             registers = row_registers()
             first = position - (form.pool.ring_rows - 1)
             of_pages = (pages, columns, of_page)
-            read_rows(tensors, registers, (first, part, chunk, sequence), of_pages, form)
+            listed = listed_rows(tensors, (first, part, sequence), of_pages, form)
+            read_rows(tensors, registers, listed, (chunk, of_page), form)
+            choose_rows(registers, listed)
             pool_window(tensors, registers, shared, (token, part, chunk, within), form.pool)
+
+
+@cute.jit
+def pool_single(
+    tensors: PagedTensors,
+    shared: Any,
+    extents: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Keep the only token's row, and pool the window that it closes; `numbers`: group, thread.
+
+    All other rows were kept by earlier launches, so none has to be waited for.
+    """
+    group, thread = numbers
+    _, sequences, capacity, pages, columns, of_page = extents
+    of_block = form.pool.channels // CHANNELS_OF_THREAD
+    part, within = thread // of_block, thread % of_block
+    chunk = group * of_block + within
+    of_row, of_gate, of_entry = (
+        n // CHANNELS_OF_THREAD for n in (2 * form.pool.columns, form.pool.columns, form.pool.width)
+    )
+    slot, position = Int64(tensors.slots[0]), Int32(tensors.positions[0])
+    sequence, entry = Int32(tensors.requests[0]), Int64(tensors.entries[0])
+    valid = (slot >= 0) & (slot < capacity)
+    of_bias = ops.select(valid, position, Int32(0)) % form.pool.ratio * of_gate  # else anything
+    kept, biases = [], []
+    for half in cutlass.range_constexpr(form.pool.columns // form.pool.width):
+        column = chunk + half * of_entry
+        rLatent, rGate, rBias = (
+            cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32) for _ in range(3)
+        )
+        cute.autovec_copy(tensors.projected[None, column], rLatent)
+        cute.autovec_copy(tensors.projected[None, column + of_gate], rGate)
+        cute.autovec_copy(tensors.ape[None, of_bias + column], rBias)
+        kept.append((rLatent, rGate))
+        biases.append(rBias)
+    known = valid & (sequence >= 0) & (sequence < sequences)
+    closes = known & ((position + 1) % form.pool.ratio == 0)
+    registers = row_registers()
+    first = position - (form.pool.ring_rows - 1)
+    owner = ops.select(closes, sequence, Int32(0))
+    listed = listed_rows(tensors, (first, part, owner), (pages, columns, of_page), form)
+    if closes:
+        read_rows(tensors, registers, listed, (chunk, of_page), form)
+    for (_, rGate), rBias in zip(kept, biases, strict=True):
+        for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+            rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
+    if closes:
+        choose_kept(registers, listed, slot, kept, form)
+        choose_rows(registers, listed)
+        pool_window(tensors, registers, shared, (Int32(0), part, chunk, within), form.pool)
+    if valid & (part == 0):
+        place = Int64(Int32(slot) // form.rows) * of_page
+        place += Int64(Int32(slot) % form.rows * of_row + chunk)
+        for half in cutlass.range_constexpr(form.pool.columns // form.pool.width):
+            more = half * of_entry
+            cute.autovec_copy(kept[half][0], tensors.states[None, place + more])
+            cute.autovec_copy(kept[half][1], tensors.states[None, place + (of_gate + more)])
+    if (group == 0) & (thread == form.pool.threads - 1):
+        told = position - (form.pool.ratio - 1)
+        tensors.firsts[0] = Int64(ops.select(closes, told, Int32(0)))
+        tensors.entry_slots[0] = ops.select(closes, entry, Int64(NO_PLACE))
+
+
+@cute.kernel
+def single_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Process the only token of a launch, by thread blocks that share its channels."""
+    follow()
+    thread, _, _ = cute.arch.thread_idx()
+    group, _, _ = cute.arch.block_idx()
+    numbers = (Int32(group), Int32(thread))
+    pool_single(tensors, shared_of(form.pool), extents, numbers, form)
 
 
 @cute.kernel
@@ -190,17 +301,25 @@ def launch_pool(
 ) -> None:
     """Launch; extents are tokens, sequences, slots, pages, columns, vectors of a page."""
     tokens, sequences, capacity, pages, columns, of_page = extents
-    keep_kernel(tensors_of(pointers, FOUR), (Int64(capacity), of_page), form).launch(
-        grid=[tokens, 1, 1], block=[form.keeping_threads, 1, 1], use_pdl=EARLY, stream=stream
-    )
     pairs = Int64(of_page) * (FOUR // CHANNELS_OF_THREAD)
     numbers = (tokens, sequences, Int64(capacity), pages, columns, pairs)
-    pool_kernel(tensors_of(pointers, CHANNELS_OF_THREAD), numbers, form).launch(
-        grid=[-(-tokens // form.span) * form.pool.groups, 1, 1],
-        block=[form.pool.threads, 1, 1],
-        use_pdl=EARLY,
-        stream=stream,
-    )
+    if tokens == 1:
+        single_kernel(tensors_of(pointers, CHANNELS_OF_THREAD), numbers, form).launch(
+            grid=[form.pool.groups, 1, 1],
+            block=[form.pool.threads, 1, 1],
+            use_pdl=EARLY,
+            stream=stream,
+        )
+    else:
+        keep_kernel(tensors_of(pointers, FOUR), (Int64(capacity), of_page), form).launch(
+            grid=[tokens, 1, 1], block=[form.keeping_threads, 1, 1], use_pdl=EARLY, stream=stream
+        )
+        pool_kernel(tensors_of(pointers, CHANNELS_OF_THREAD), numbers, form).launch(
+            grid=[-(-tokens // form.span) * form.pool.groups, 1, 1],
+            block=[form.pool.threads, 1, 1],
+            use_pdl=EARLY,
+            stream=stream,
+        )
 
 
 # ---- host ----------------------------------------------------------------------------------------

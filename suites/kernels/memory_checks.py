@@ -26,6 +26,7 @@ from degarble.harness.base.errors import DegarbleError, UnknownName
 from degarble.kernels.attention import problem as attention
 from degarble.kernels.attention.problem import QueryProblem
 from degarble.kernels.cache.problem import KINDS, SlotsProblem
+from degarble.kernels.indexer.problem import TopkProblem
 from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.primitives import kv_problem
 from degarble.kernels.primitives import kv_problem as rows
@@ -172,7 +173,10 @@ def _operands() -> None:
 
 
 def _choices() -> None:
-    for choice in topk_checks.fuzzed(SEED, 6):
+    # A row of registers, of a cluster, and streamed, where a sample misleads.
+    problems = TopkProblem(5, 301, 30, 1), TopkProblem(3, 9001, 300, 1), TopkProblem(140, 9001, 900)
+    choices = [topk_checks.TopkCase(problem, "low sample", SEED) for problem in problems]
+    for choice in (*choices, *topk_checks.fuzzed(SEED, 6)):
         topk_checks.on_device(choice)
     for case in router_checks.fuzzed(SEED, 8):
         router_checks.on_device(case)
@@ -187,7 +191,8 @@ def _cache() -> None:
 
 
 def _paged_pool() -> None:
-    for case in paged_pool_checks.fuzzed(SEED, 6):
+    alone = compressor_checks.Case(4, 512, ((6,), (1,), (1,)), seed=SEED)
+    for case in (alone, *paged_pool_checks.fuzzed(SEED, 6)):
         paged_pool_checks.mismatch(case)
 
 

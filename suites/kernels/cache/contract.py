@@ -73,7 +73,7 @@ def _code(target: str) -> Iterator[MachineCode]:
                 PagedPoolProblem(tokens, 1, ratio, pages, width), target
             )
             slow = (tokens, served) not in POOLS
-            yield MachineCode("simt_paged_pool", paged, 96, launched=2, slow=slow)
+            yield MachineCode("simt_paged_pool", paged, 96, launched=3, slow=slow)
 
 
 def _written(target: str) -> Iterator[MachineCode]:
@@ -91,10 +91,13 @@ def _written(target: str) -> Iterator[MachineCode]:
 
 def _write_code(form: WriteForm, *, slow: bool = False) -> MachineCode:
     # The sum of squares; for NVFP4, in each of two halves, the inverse's error and eight quotients,
-    # on sm_90a the inverse, and quotients and codes of four pairs.
+    # on sm_90a the inverse, and quotients and codes of four pairs. Of an indexer's keys the inverse
+    # and eight quotients, and where it is no power of two the scale.
     nvfp4, halves = form.format.code_bits == 4, 2 if form.width == 512 else 1
     fused = 7 * halves * (form.source == "latent")
     fused += halves * nvfp4 * (1 + 8 if TARGETS[form.target].converts_e2m1 else 2 + 4 + 4)
+    if form.format.numbers:
+        fused += halves * (2 + 4 * 8 + 4 * (not form.format.powers))
     launched = 2 if form.duplicates == "last" else 1
     return MachineCode("simt_kv_write", form, 56 if form.few else 32, 0, launched, fused, slow=slow)
 

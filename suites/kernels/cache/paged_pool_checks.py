@@ -4,7 +4,7 @@ Sequences are those of compressor_checks. Rows of states lie in pages of mixed o
 with foreign bytes after each; pages are full of NaN before the first call. Pooled values have
 compressor_checks' budget. States have to be the rows of that sequence, bit for bit, and nothing
 else may be written; positions and slots have to be exact, and tokens that close nothing have no
-slot. Tokens without a slot come before the others.
+slot. Tokens without a slot come before the others, where there are several.
 
 Where there is no GPU a walk on the CPU stands in. Shape letters as in kernels/cache/problem.py.
 """
@@ -36,7 +36,7 @@ ROWS = {4: 4, 128: 8}  # of a page of states, as vLLM has them
 GAP = 576  # bytes of others between pages
 OTHERS = 0x55
 PAGE = 3  # entries of a page of the cache of entries
-PADDING = 3  # tokens without a slot in front of each call
+PADDING = 3  # tokens without a slot in front of each call of several tokens
 
 
 OPERANDS = ("projected", "ape", "requests", "positions", "slots", "table", "entries")
@@ -89,7 +89,8 @@ def call_of(case: Case, part: tuple[list[int], list[int], list[int]], states: Te
     """Lay a call's tokens side by side behind some without slots."""
     pages, table = pages_of(case)
     active, starts, counts = part
-    pieces = [torch.full((PADDING, 2 * case.columns), torch.nan)]
+    padding = PADDING if sum(counts) > 1 else 0  # one token alone has a kernel of its own
+    pieces = [torch.full((padding, 2 * case.columns), torch.nan)]
     requests: list[int] = []
     positions: list[int] = []
     for b, (sequence, start, count) in enumerate(zip(active, starts, counts, strict=True)):
@@ -102,9 +103,9 @@ def call_of(case: Case, part: tuple[list[int], list[int], list[int]], states: Te
     held = case.table[active].long()[of_token, entry // PAGE]
     slots, entries = page * pages.rows + at % pages.rows, held * PAGE + entry % PAGE
     entries[(at + 1) % case.ratio != 0] = -1
-    before = torch.full((PADDING,), -1)
-    last = torch.full((PADDING,), case.ratio - 1)  # a position that would close a window
-    problem = PagedPoolProblem(PADDING + len(positions), len(active), case.ratio, pages, case.width)
+    before = torch.full((padding,), -1)
+    last = torch.full((padding,), case.ratio - 1)  # a position that would close a window
+    problem = PagedPoolProblem(padding + len(positions), len(active), case.ratio, pages, case.width)
     tensors = (
         torch.cat(pieces), case.ape, torch.cat((before * 0, of_token)).int(),
         torch.cat((last, at)), torch.cat((before, slots)), table[active].contiguous(),
@@ -198,8 +199,13 @@ def _wrong_values(
 
 
 def cases() -> list[Case]:
-    """Return the compressor's cases, as vLLM has them, and one with many tokens."""
+    """Return the compressor's cases, as vLLM has them, one token a launch, and many tokens."""
     served = [case for case in compressor_checks.cases() if case.width == 512 or case.ratio == 4]
+    served += [
+        Case(ratio, width, ((2 * ratio - 3,), *((1,),) * 9), spread, seed=5)
+        for ratio, width in ((4, 512), (4, 128), (128, 512))
+        for spread in compressor_checks.SPREADS
+    ]
     return [*served, Case(4, 512, ((1100, 3),), seed=9), Case(128, 512, ((1100, 3),), seed=9)]
 
 
