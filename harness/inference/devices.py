@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, MissingDevice
+from degarble.harness.base.gpu import gpu_failures
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.weight import Weight
 from degarble.harness.inference.weights import HeldWeight
@@ -46,25 +47,14 @@ _FIELDS = (
 )  # fmt: skip
 _SMALL = 1 << 20  # bytes of a tensor that one thread copies
 _COUNTED = 1 << 16  # bytes that a kept tensor counts as at least
-_KEPT_SHARE = 8  # of the GPU's memory one part holds streamed weights
+_KEPT_SHARE = 8  # of the GPU's free memory one part holds streamed weights
 _KEPT_ON_CPU = 1 << 28
 _PROCESSES = 8  # on one GPU, at most
-_SHARE = 12 << 30  # bytes of its memory for each of them
+_SHARE = 12 << 30  # bytes of its free memory for each of them
 _WORTH = 4 << 30  # bytes of weights for which a process is started
 _STAGED = 1 << 22  # bytes that one thread copies at once
 _STAGES = 16
 _COPYING = 8  # threads
-
-
-class GpuLost(BaseException):
-    """A GPU that failed. It is no Exception, so that nobody takes it for a finding."""
-
-    def refusal(self, name: str, device: str) -> MissingDevice:
-        """Return the error for whoever chose the GPU."""
-        return MissingDevice(
-            name, f"{device}: {self}", "a GPU that answers",
-            "Look at nvidia-smi, and leave this GPU out, such as --device cuda:1.",
-        )  # fmt: skip
 
 
 def require_device(name: str, device: str) -> None:
@@ -113,7 +103,7 @@ def processes_on(devices: tuple[str, ...], weight_bytes: int) -> int:
 
     One process leaves a GPU idle nine tenths of the time: it reads, copies and launches.
     """
-    memory = min(torch.cuda.get_device_properties(each).total_memory for each in devices)
+    memory = min(torch.cuda.mem_get_info(each)[0] for each in devices)  # free now
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     most = min(_PROCESSES, memory // _SHARE, (cores or 1) // (2 * len(devices)))
     return max(len(devices), min(most * len(devices), weight_bytes // _WORTH))
@@ -157,10 +147,8 @@ class _DeviceCall(CallWrapper):
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """Run it there; give what came back."""
-        try:
+        with gpu_failures():
             return self._run(inputs, weights)
-        except torch.AcceleratorError as error:
-            raise GpuLost(str(error).strip().partition("\n")[0]) from error
 
     def _run(self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> dict[str, Tensor]:
         given = {name: each.to(self._device) for name, each in inputs.items()}
@@ -262,12 +250,11 @@ class RecentTensors:
             self._bytes -= max(_COUNTED, self._held.popitem(last=False)[1][1].nbytes)
         return made
 
-    @property
+    @cached_property
     def _most(self) -> int:
         if self.device.type == CPU:
             return _KEPT_ON_CPU
-        memory = torch.cuda.get_device_properties(self.device).total_memory
-        return memory // max(_KEPT_SHARE, 2 * self._sharing)
+        return torch.cuda.mem_get_info(self.device)[0] // max(_KEPT_SHARE, 2 * self._sharing)
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:

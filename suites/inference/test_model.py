@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -324,8 +323,7 @@ def test_what_was_moved_is_kept_until_there_is_too_much_or_it_was_changed(
 
 def test_large_models_get_several_processes_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def machine(cores: int, memory: int) -> None:
-        card = SimpleNamespace(total_memory=memory << 30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (memory << 30, 200 << 30))
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
 
     machine(cores=64, memory=139)

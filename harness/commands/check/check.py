@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from degarble.harness.backends.registry import require_backend
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnreadableFile
+from degarble.harness.base.gpu import GpuLost, gpu_failures
 from degarble.harness.capture.capture import CaptureSettings, capture
 from degarble.harness.capture.files.reader import Capture, require_usable_inputs
 from degarble.harness.capture.files.records import Phase
@@ -30,13 +31,7 @@ from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY,
 from degarble.harness.engine.diagnose.attribute import Shares, recorded_throughout, shares_of
 from degarble.harness.engine.diagnose.minimal_reproducer import shrunk
 from degarble.harness.engine.localise.localise import During, Localised, localise
-from degarble.harness.inference.devices import (
-    CPU,
-    GpuLost,
-    RecentTensors,
-    require_device,
-    run_on_device,
-)
+from degarble.harness.inference.devices import CPU, RecentTensors, require_device, run_on_device
 from degarble.harness.inference.generation import Continuation, Generation, Limits
 from degarble.harness.inference.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 from degarble.harness.inference.processes import usable_workers
@@ -397,7 +392,8 @@ class CheckRun:
 
         during = During(reporting, look, elsewhere, screen=self.settings.screen)
         try:
-            found = localise(self.twin, self.recipe, self.capture, self.reference, during)
+            with gpu_failures():
+                found = localise(self.twin, self.recipe, self.capture, self.reference, during)
         except GpuLost as lost:
             raise lost.refusal("--device", self.settings.device) from lost
         except DegarbleError:

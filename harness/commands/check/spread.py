@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from degarble.harness.base.errors import UnreadableFile, WorkerLost
+from degarble.harness.base.gpu import GpuLost, gpu_failures
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.checkpoint.write.finished_parts import FinishedParts
 from degarble.harness.checkpoint.write.workers import CHECK_IMPORTS, Pool, end_server_without
@@ -25,7 +26,6 @@ from degarble.harness.commands.check.check import CheckRun
 from degarble.harness.commands.check.output_statistics import StatisticsCollector
 from degarble.harness.engine.localise.answers import TaskAnswer
 from degarble.harness.engine.localise.localise import During, Localisation
-from degarble.harness.inference.devices import GpuLost
 from degarble.harness.inference.model import one_thread
 from degarble.harness.report.page import from_plain, to_plain
 
@@ -191,11 +191,13 @@ def _judged(key: str, settings: CheckSettings, looking: bool, *given: Any) -> Ta
             _KEPT[key, device] = _opened(replace(settings, device=device), looking=looking)
         work = _KEPT[key, device][1]
         try:
-            return work.told(task)
+            with gpu_failures():
+                return work.told(task)
         except GpuLost as lost:
             raise WorkerLost(
-                f"GPU of the worker for {task.text}", f"{device}: {lost}", "a GPU that answers",
-                "Look at nvidia-smi, and leave this GPU out: --device cuda:N,M.",
+                f"GPU of the worker for {task.text}", f"{device}: {lost}",
+                "a GPU that answers and has room",
+                "Look at nvidia-smi; leave it out (--device cuda:N), or take fewer --workers.",
             ) from lost  # fmt: skip
 
 

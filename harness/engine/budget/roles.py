@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.base.errors import Undecided
+from degarble.harness.base.gpu import gpu_failures
 from degarble.harness.engine.budget import attention, chains, spans, traced
 from degarble.harness.engine.budget.bounded_values import BoundedValue, exactly, stored
 from degarble.harness.engine.budget.bounded_values import bounded_norm as near_normed
@@ -63,6 +64,7 @@ __all__ = ("RULES", "SUMS", "WHOLE", "JudgeableCall", "budgets_of")
 _SILU_ROUNDINGS = 12  # exponential and quotient, approximate ones included, two products, weight
 
 
+@gpu_failures()
 def budgets_of(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of every output of a component."""
     whole, rule = _own_rule(call) or WHOLE.get(call.role), RULES.get(call.role)

@@ -24,6 +24,7 @@ from degarble.harness.checkpoint.write.disk import DISK
 from degarble.harness.checkpoint.write.manifest import hash_of_file
 from degarble.harness.commands.check import spread
 from degarble.harness.commands.check.check import CheckRun, CheckSettings
+from degarble.harness.engine.budget import roles
 from degarble.harness.engine.localise.answers import JudgingTask
 from degarble.harness.engine.localise.localise import Localisation
 from degarble.harness.inference import devices
@@ -235,23 +236,35 @@ def test_more_gpus_than_there_are_and_gpus_of_a_cluster_are_refused(
     assert "one of them" in done.err
 
 
+@pytest.mark.parametrize("where", ["the twin", "a budget"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nmore"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
+    ],
+)
 def test_a_gpu_that_fails_is_named_and_is_no_finding(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
 ) -> None:
     def fails(*_: Any) -> Any:
-        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nmore")
+        raise error
 
     settings = CheckSettings(folder / "capture", folder / "model", device="cpu:0")
+    first = str(error).partition("\n")[0]
     with CheckRun(settings) as run:
-        run.twin.calls[NAME].wrapped = fails  # type: ignore[attr-defined]
-        with pytest.raises(MissingDevice, match="cpu:0: CUDA error: uncorrectable ECC error"):
+        if where == "the twin":
+            run.twin.calls[NAME].wrapped = fails  # type: ignore[attr-defined]
+        else:
+            monkeypatch.setattr(roles, "_own_rule", fails)
+        with pytest.raises(MissingDevice, match=f"cpu:0: {first}"):
             run.judge()
 
     class Failing:
         def told(self, _task: JudgingTask) -> Any:
-            raise devices.GpuLost("CUDA error")
+            raise error
 
     kept = {("key", "cuda:1"): (ExitStack(), Failing())}
     monkeypatch.setattr(spread, "_KEPT", kept)
-    with pytest.raises(WorkerLost, match="GPU of the worker for a = 'cuda:1: CUDA error'"):
+    with pytest.raises(WorkerLost, match=f"GPU of the worker for a = 'cuda:1: {first}"):
         spread._judged("key", settings, False, "cuda:1", JudgingTask(("a",)))
