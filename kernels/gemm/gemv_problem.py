@@ -68,11 +68,6 @@ class GemvProblem:
     decoded: bool = False  # whether sums are quantised to NVFP4 and decoded as well
 
     def __post_init__(self) -> None:
-        if self.decoded and not decodes(self):
-            raise ShapeMismatch(
-                "sums to quantise", (self.columns, self.out),
-                f"bf16, and whole rounds of {WARPS} warps in a group", "Quantise them apart.",
-            )  # fmt: skip
         if (self.turned > 0) != (self.positions > 0):
             raise InvalidArgument(
                 "positions of the table of turns", self.positions,
@@ -101,6 +96,11 @@ class GemvProblem:
             )
         if self.out not in OUTPUTS:
             raise UnknownName.among("dtype of a product", self.out, OUTPUTS)
+        if self.decoded and not decodes(self):
+            raise ShapeMismatch(
+                "sums to quantise", (self.columns, self.out),
+                f"bf16, and whole rounds of {WARPS} warps in a group", "Quantise them apart.",
+            )  # fmt: skip
 
     @property
     def sums(self) -> int:

@@ -550,7 +550,7 @@ def mxfp4_number(number: Any, word_operations: WordOperations = WORD_OPERATORS) 
 WARP = 32
 MOST_COUNT = 2048
 MOST_ENTRIES = 1 << 18  # V4-Pro: 1,048,576 tokens, four an entry
-CLUSTERS = (1, 2, 4, 8)  # thread blocks of a row; PTX ISA 9.1, clusters: portable up to 8
+MOST_CLUSTER = 8  # thread blocks of a row; PTX ISA 9.1, clusters: portable up to 8
 MOST_THREADS = 1024
 VECTOR = 4  # scores of a load
 MOST_HELD = 32  # scores that a thread holds at once
@@ -575,7 +575,7 @@ class TopkProblem:
 
     def __post_init__(self) -> None:
         for name, extent, least, most in (
-            ("rows of scores", self.rows, 0, LARGEST // CLUSTERS[-1] - 1),
+            ("rows of scores", self.rows, 0, LARGEST // MOST_CLUSTER - 1),
             ("entries of a row", self.entries, 1, MOST_ENTRIES),
             ("chosen entries", self.count, 1, MOST_COUNT),
             ("tokens that become one entry", self.ratio, 0, LARGEST - 1),
@@ -673,5 +673,5 @@ def topk_grid(problem: TopkProblem, form: TopkForm) -> int:
 
 def topk_shared_bytes(form: TopkForm) -> int:
     """Return the shared memory of a thread block: bins, counts of warps, candidates."""
-    notes = (4 + form.cluster) * form.warps + 8 + LISTED + VECTOR + CLUSTERS[-1]
+    notes = (4 + form.cluster) * form.warps + 8 + LISTED + VECTOR + MOST_CLUSTER
     return 4 * (BINS + notes + max(form.capacity, VECTOR) + form.listed)

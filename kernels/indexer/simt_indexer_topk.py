@@ -134,7 +134,7 @@ def shared_of(form: TopkForm) -> TopkSharedMemory:
 
     bins = held(Int32, facts.BINS)
     counts = held(Int32, form.warps, 4), held(Int32, 8)
-    keys, totals = held(Uint32, facts.LISTED + facts.VECTOR), held(Uint32, facts.CLUSTERS[-1])
+    keys, totals = held(Uint32, facts.LISTED + facts.VECTOR), held(Uint32, facts.MOST_CLUSTER)
     ranges = held(Int32, form.warps * form.cluster)
     scores, entries = held(Float32, form.listed), held(Int32, max(form.capacity, facts.VECTOR))
     return TopkSharedMemory(bins, *counts, keys, ranges, totals, scores, entries)

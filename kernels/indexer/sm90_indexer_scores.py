@@ -418,7 +418,7 @@ def scores_kernel(
     e: ScoresExtents,
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warpgroup: 0 loads, 1 and 2 multiply and weigh."""
+    """Take a role by warpgroup: 0 loads, 1, or 1 and 2, multiply and weigh."""
     thread, _, _ = cute.arch.thread_idx()
     tile, chunk, _ = cute.arch.block_idx()
     tiles, _, _ = cute.arch.grid_dim()
@@ -754,7 +754,7 @@ def load_keys(
     given: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> Any:
-    """Load 128 keys whose first page has a lane's number; no page brings zeros."""
+    """Load a stage of keys whose first page has a lane's number; no page brings zeros."""
     atoms, pages, places, lane = given
     halves = facts.OPERANDS[form.operands].halves
     ring.producer_acquire(state)

@@ -355,11 +355,6 @@ def fp8_words(words: list[Any], factor: Any) -> list[Any]:
     return e4m3_words(numbers_of([emit(product, Uint32, word, pair) for word in words]))
 
 
-def quotient_words(words: list[Any], scale: Any) -> list[Any]:
-    """Return the codes of a half's true quotients by a float32 scale."""
-    return e4m3_words([ops.divide_rn(number, scale) for number in numbers_of(words)])
-
-
 def e4m3_words(scaled: list[Any]) -> list[Any]:
     """Return the codes of eight float32 numbers, four a word."""
     text = """{

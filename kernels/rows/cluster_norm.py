@@ -13,9 +13,10 @@ from cutlass import Float32, Int32, Uint32, cute
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import warp_folded
 from degarble.kernels.rows import problem as norms
+from degarble.kernels.rows.mhc_few_problem import NORM_WARPS
 from degarble.kernels.rows.simt_rmsnorm import warps_folded
 
-WARPS = 4  # of a thread block that norm
+WARPS = NORM_WARPS  # of a thread block that norm
 THREADS = 32 * WARPS
 BARRIER = 1  # of those warps
 
