@@ -31,3 +31,13 @@ def gpu_failures() -> Iterator[None]:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
         raise GpuLost(str(error).strip().partition("\n")[0]) from error
+
+
+@contextmanager
+def refusing_failures(name: str, device: str) -> Iterator[None]:
+    """Refuse a GPU that fails or is full: GpuLost would pass every handler and end the program."""
+    try:
+        with gpu_failures():
+            yield
+    except GpuLost as lost:
+        raise lost.refusal(name, device) from lost

@@ -98,6 +98,11 @@ def gpus() -> tuple[str, ...]:
     return tuple(f"{CUDA}:{number}" for number in range(torch.cuda.device_count()))
 
 
+def is_spread(devices: tuple[str, ...], weight_bytes: int) -> bool:
+    """Return whether processes of one thread each compute on some GPUs, be there room for one."""
+    return len(devices) > 1 or weight_bytes >= 2 * _WORTH
+
+
 def processes_on(devices: tuple[str, ...], weight_bytes: int) -> int:
     """Return how many processes shall compute on some GPUs: one for each, or more for many weights.
 

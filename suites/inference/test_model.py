@@ -331,6 +331,8 @@ def test_large_models_get_several_processes_a_gpu(monkeypatch: pytest.MonkeyPatc
     counts = [devices.processes_on(one, size << 30) for size in (1, 4, 20, 500)]
     assert counts == [1, 1, 5, 8]
     assert [devices.processes_on(two, size << 30) for size in (1, 500)] == [2, 16]
+    spread = [devices.is_spread(one, size << 30) for size in (1, 7, 8, 500)]
+    assert spread == [False, False, True, True], "whatever memory is free"
     kept = [devices.RecentTensors("cuda:0", sharing)._most >> 30 for sharing in (1, 4, 8)]
     assert kept == [17, 17, 8]
     machine(cores=64, memory=24)

@@ -415,15 +415,17 @@ def _spread(
 ) -> Any:
     """Choose who judges components, and where finished ones are kept."""
     from degarble.harness.commands.check.spread import SpreadSettings  # noqa: PLC0415  as above
-    from degarble.harness.inference.devices import CPU, processes_on  # noqa: PLC0415  as above
+    from degarble.harness.inference.devices import CPU, is_spread, processes_on  # noqa: PLC0415  as above
 
     opened, stack = run
     workers: Any = options.workers or requested_processes()
     if terminal.cluster is not None:
         workers = stack.enter_context(values.spread(terminal, workers))
     elif workers is None and devices != (CPU,):
-        count = processes_on(devices, opened.weight_bytes())
-        workers = count if count > 1 else None
+        # Whether threads add up alone depends on no memory that is free now: bits and finished
+        # components are those of the same command before.
+        size = opened.weight_bytes()
+        workers = processes_on(devices, size) if is_spread(devices, size) else None
     return SpreadSettings(workers, devices, _unfinished(options, terminal))
 
 

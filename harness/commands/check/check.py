@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from degarble.harness.backends.registry import require_backend
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnreadableFile
-from degarble.harness.base.gpu import GpuLost, gpu_failures
+from degarble.harness.base.gpu import refusing_failures
 from degarble.harness.capture.capture import CaptureSettings, capture
 from degarble.harness.capture.files.reader import Capture, require_usable_inputs
 from degarble.harness.capture.files.records import Phase
@@ -385,17 +385,23 @@ class CheckRun:
         elsewhere: JudgedElsewhere | None = None,
     ) -> CheckResult:
         """Localise, diagnose, attribute; reproducers are written into the folder `cases`."""
+        with refusing_failures("--device", self.settings.device):
+            return self._judged(look, report, cases, elsewhere)
 
+    def _judged(
+        self,
+        look: Looked | None,
+        report: Callable[[str], None],
+        cases: Path | None,
+        elsewhere: JudgedElsewhere | None,
+    ) -> CheckResult:
         def reporting(step: str) -> None:
             self.is_verified()
             report(step)
 
         during = During(reporting, look, elsewhere, screen=self.settings.screen)
         try:
-            with gpu_failures():
-                found = localise(self.twin, self.recipe, self.capture, self.reference, during)
-        except GpuLost as lost:
-            raise lost.refusal("--device", self.settings.device) from lost
+            found = localise(self.twin, self.recipe, self.capture, self.reference, during)
         except DegarbleError:
             self.require_verified()  # a reference that is damaged may be why
             raise
@@ -709,7 +715,8 @@ def run_again(
     )
     with TemporaryDirectory(prefix="degarble-check-") as made:
         folder = Path(made) / "capture"
-        done = capture(source, list(prompts), folder, watch, capture_settings)
+        with refusing_failures("--device", wanted.device):
+            done = capture(source, list(prompts), folder, watch, capture_settings)
         report(*done.paired.lines())
         yield replace(wanted, capture=folder, checkpoint=source)
 

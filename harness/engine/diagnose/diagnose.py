@@ -43,6 +43,7 @@ from degarble.harness.engine.faults.registry import faults_for
 from degarble.harness.engine.faults.traced.inputs import taken_anew
 from degarble.harness.engine.faults.weight_faults import decode_small, remembering
 from degarble.harness.engine.localise.recorded_run import same_bits
+from degarble.harness.engine.localise.replay import RAGGED
 from degarble.harness.engine.recover.described import describe, in_some_rows
 from degarble.harness.engine.recover.lacking import lacking
 from degarble.harness.engine.recover.shares import shares_of
@@ -626,7 +627,8 @@ def _trials(
 def _uncut(context: ComponentContext, main: CallRecord) -> Sample | None:
     """Return the call that shows most, with all its rows; None where that is too expensive."""
     call = most_telling(calls_in(main))
-    if max((output.numel() for output in call.outputs.values()), default=math.inf) > _WHOLE:
+    largest = max((output.numel() for output in call.outputs.values()), default=math.inf)
+    if largest > _WHOLE and RAGGED not in call.inputs:  # their samples are beginnings
         return None
     return sampled(context, call, sys.maxsize)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,13 @@ from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.compare.compare import values_of_any
 from degarble.harness.engine.diagnose.overflow import PARTS, beyond_float32
-from degarble.harness.engine.faults.model_faults import facts_of
+from degarble.harness.engine.faults.model_faults import facts_at, facts_of, has_facts
 from degarble.harness.engine.faults.regions import cancelled, extents, flat
 from degarble.harness.engine.faults.weight_faults import Decoding
 from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
 from degarble.harness.engine.localise.replay import RAGGED, STATE
 from degarble.harness.report.number_text import share
+from degarble.references.facts import spans_of
 from degarble.references.linears import activation_values
 
 if TYPE_CHECKING:
@@ -662,6 +664,7 @@ _BEGINNING = 128  # rows at least
 _LONG = 1024  # tokens: what sees all earlier ones takes seconds for each variant
 COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
 _FAINT = 0.01  # of an output's length: a few roundings of BF16
+_ENTRIES = "compressed"  # rows of attention that several tokens make together
 _OUTSIDE = frozenset({"offsets", "state"})
 
 
@@ -740,7 +743,7 @@ def sampled(context: ComponentContext, record: CallRecord, window: int = WINDOW)
     cut, tokens = record, record.inputs.get(RAGGED)
     if is_by_row(context, record):
         cut = _window(record, window)
-    elif tokens is not None and tokens.numel() and int(tokens[-1]) > _LONG:
+    elif window < sys.maxsize and tokens is not None and _end(tokens) > _LONG:
         cut = beginning(context, record)
     # A beginning has the first rows and tiles that differ, so a count of them shows.
     whole = cut is record or RAGGED in cut.inputs
@@ -754,6 +757,10 @@ def sampled(context: ComponentContext, record: CallRecord, window: int = WINDOW)
     chosen = {name: column for name, column in columns.items() if len(column)}
     rows = chosen.get("out") if len(extents(context, cut)) == 1 else None
     return Sample(cut, chosen, whole, decoded_once(context, cut), rows)
+
+
+def _end(offsets: Tensor) -> int:
+    return int(offsets[-1]) if offsets.numel() else 0
 
 
 def is_by_row(context: ComponentContext, record: CallRecord) -> bool:
@@ -796,6 +803,12 @@ def beginning(context: ComponentContext, record: CallRecord) -> CallRecord:
 
     inputs, outputs, expected = (part(side) for side in _sides(record))
     inputs[RAGGED] = torch.cat((offsets[offsets < kept], offsets.new_tensor([kept])))
+    if _ENTRIES in inputs:  # no more than the tokens that are left make
+        if not has_facts(context):
+            return record
+        ratio = facts_at(context).decoder_block.ratio
+        entries = sum(span.entries_made(ratio) for span in spans_of(inputs))
+        inputs[_ENTRIES] = inputs[_ENTRIES][:entries]
     cut = replace(
         record, inputs=inputs, outputs=outputs, expected=expected, held=part(record.held), rows=(),
         owners=record.owners[:kept], places=None,

@@ -268,7 +268,8 @@ def _seen_variants(context: ComponentContext) -> Iterator[FaultVariant]:
             ("the last place of every list not visible", _last_places),
         ):
             change = partial(by_lists, partial(without, gone))
-            yield FaultVariant(words, with_function(context, change))
+            last = gone is _last_places  # of the longest sequence, where none are chosen
+            yield FaultVariant(words, with_function(context, change), needs_whole_call=last)
 
 
 def _itself(listed: ListedAttention) -> Tensor:
@@ -401,9 +402,10 @@ def _null_variants(context: ComponentContext) -> Iterator[FaultVariant]:
 def _slot_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for step in (1, 64):
         held = f", of lists filled up to {step}" if step > 1 else ""
-        change = partial(by_lists, partial(with_empty, step))
+        read = with_function(context, partial(by_lists, partial(with_empty, step)))
         words = f"empty places read as the first slot of the cache{held}"
-        yield FaultVariant(words, with_function(context, change), {"step": step})
+        # How many places are empty depends on the longest sequence of the call.
+        yield FaultVariant(words, read, {"step": step}, needs_whole_call=True)
 
 
 def _zero_rows(missing: int | None, facts: Any, inputs: Tensors, weights: Any) -> Tensors:

@@ -41,7 +41,7 @@ from degarble.harness.vllm.engine.server import QUIET
 from degarble.suites.bench import decoder as bench
 from degarble.suites.bench.kernel_peers import report, tokens
 from degarble.suites.bench.kernel_peers.contest import OURS, Gpu, TimedRow, reason_of
-from degarble.suites.bench.kernel_peers.vllm_layers import NOW, say
+from degarble.suites.bench.kernel_peers.vllm_layers import NOW, say, turn
 from degarble.suites.bench.runner import Arm, quartiles
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
@@ -295,7 +295,8 @@ def contested(run: LayersRun, clock: Clock) -> dict[int, dict[str, Any]]:
             write(run.out / "checkpoint", max(run.layers), run.workers)
         else:
             whys.append(NO_VLLM)
-        ours.capture()
+        with turn(run.out / "turn", alone=False):  # no engine is timed meanwhile
+            ours.capture()
         for engine in engines:
             if why := engine.ended(run.left):
                 whys.append(f"{engine.count} layers: {why}")

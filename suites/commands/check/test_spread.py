@@ -22,6 +22,7 @@ from degarble.harness.checkpoint.audit.structure import manifest_check
 from degarble.harness.checkpoint.write import finished_parts, workers
 from degarble.harness.checkpoint.write.disk import DISK
 from degarble.harness.checkpoint.write.manifest import hash_of_file
+from degarble.harness.commands.check import check as checking
 from degarble.harness.commands.check import spread
 from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.engine.budget import roles
@@ -236,7 +237,7 @@ def test_more_gpus_than_there_are_and_gpus_of_a_cluster_are_refused(
     assert "one of them" in done.err
 
 
-@pytest.mark.parametrize("where", ["the twin", "a budget"])
+@pytest.mark.parametrize("where", ["the twin", "a budget", "the diagnosis"])
 @pytest.mark.parametrize(
     "error",
     [
@@ -255,8 +256,10 @@ def test_a_gpu_that_fails_is_named_and_is_no_finding(
     with CheckRun(settings) as run:
         if where == "the twin":
             run.twin.calls[NAME].wrapped = fails  # type: ignore[attr-defined]
-        else:
+        elif where == "a budget":
             monkeypatch.setattr(roles, "_own_rule", fails)
+        else:
+            monkeypatch.setattr(checking, "_all_diagnosed", fails)
         with pytest.raises(MissingDevice, match=f"cpu:0: {first}"):
             run.judge()
 

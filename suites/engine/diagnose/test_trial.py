@@ -14,6 +14,7 @@ import torch
 from degarble.harness.engine.budget.budget import HEADROOM
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose import trial
+from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.diagnose.overflow import beyond_float32
 from degarble.harness.engine.diagnose.trial import (
     CODES_UNLIKE,
@@ -377,6 +378,25 @@ def test_faults_are_tried_on_the_first_tokens_of_a_long_call(
         monkeypatch.setattr(trial, "_LONG", longest)
         sample = sampled(model.naming(place), record)
         assert (len(sample.record.outputs["out"]), sample.whole) == (count, True)
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("fault", ["M34.visible", "M35.first_slot"])
+def test_faults_of_lists_are_named_in_long_calls(
+    fault: str, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries are cut with their tokens; what the longest list decides is tried on all of them."""
+    monkeypatch.setattr(trial, "_BEGINNING", 16)
+    monkeypatch.setattr(trial, "_LONG", 100)
+    model = double("v4", "bf16")
+    place = f"layers.{layer}.attn.attend"
+    healthy = model.sights(place, None)[0]
+    with torch.inference_mode():
+        variant = list(proposed(MODEL_FAULTS[fault], model.planting(place), healthy))[-1]
+    records = model.sights(place, variant)[:1]
+    assert model.differs(place, records)
+    found = diagnose(model.naming(place), records)
+    assert [each.id for named in found.named for each in named.faults] == [fault]
 
 
 def test_calls_whose_outputs_are_as_wide_as_a_sequence_keep_all_tokens(
