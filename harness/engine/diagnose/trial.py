@@ -19,7 +19,7 @@ from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.compare.compare import values_of_any
 from degarble.harness.engine.diagnose.overflow import PARTS, beyond_float32
-from degarble.harness.engine.faults.model_faults import facts_at, facts_of, has_facts
+from degarble.harness.engine.faults.model_faults import facts_of
 from degarble.harness.engine.faults.regions import cancelled, extents, flat
 from degarble.harness.engine.faults.weight_faults import Decoding
 from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
@@ -651,8 +651,7 @@ def _edge_proof(received: Tensors, passed: Tensors) -> VariantFit:
 #
 # The call that shows most is chosen, a window of its rows, and columns of each output. A window is
 # contiguous and begins at a multiple of its size, so that a fault that counts rows or tiles keeps
-# its pattern. Calls with sequences or memory are cut to their beginning where they are long, or
-# where numbers are fitted.
+# its pattern. Calls with sequences are cut to their beginning: long ones, and to fit numbers.
 # A sample only orders trials: a named fault is proved on every row of every call.
 #
 # Shape letters: T tokens, F columns.
@@ -664,7 +663,6 @@ _BEGINNING = 128  # rows at least
 _LONG = 1024  # tokens: what sees all earlier ones takes seconds for each variant
 COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
 _FAINT = 0.01  # of an output's length: a few roundings of BF16
-_ENTRIES = "compressed"  # rows of attention that several tokens make together
 _OUTSIDE = frozenset({"offsets", "state"})
 
 
@@ -740,11 +738,11 @@ def most_telling(records: Sequence[CallRecord]) -> CallRecord:
 
 def sampled(context: ComponentContext, record: CallRecord, window: int = WINDOW) -> Sample:
     """Cut a record to the window of rows that differs most, if its rows are independent."""
-    cut, tokens = record, record.inputs.get(RAGGED)
+    cut = record
     if is_by_row(context, record):
         cut = _window(record, window)
-    elif window < sys.maxsize and tokens is not None and _end(tokens) > _LONG:
-        cut = beginning(context, record)
+    elif window < sys.maxsize:
+        cut = beginning(context, record, _LONG)
     # A beginning has the first rows and tiles that differ, so a count of them shows.
     whole = cut is record or RAGGED in cut.inputs
     if "experts" in cut.inputs and context.role.startswith("ffn.experts.w") and window == WINDOW:
@@ -759,10 +757,6 @@ def sampled(context: ComponentContext, record: CallRecord, window: int = WINDOW)
     return Sample(cut, chosen, whole, decoded_once(context, cut), rows)
 
 
-def _end(offsets: Tensor) -> int:
-    return int(offsets[-1]) if offsets.numel() else 0
-
-
 def is_by_row(context: ComponentContext, record: CallRecord) -> bool:
     """Tell whether rows are independent and lead every tensor that has one for each token."""
     if record.implied or any(each.via in _OUTSIDE for each in context.component.inputs):
@@ -775,15 +769,15 @@ def _all(record: CallRecord) -> list[Tensor]:
     return [*record.inputs.values(), *record.outputs.values(), *record.expected.values()]
 
 
-def beginning(context: ComponentContext, record: CallRecord) -> CallRecord:
-    """Cut a call whose tokens see earlier ones to its first tokens, with some that differ.
+def beginning(context: ComponentContext, record: CallRecord, more_than: int = 0) -> CallRecord:
+    """Cut a call of more tokens, which see earlier ones, to its first ones, with some that differ.
 
     They saw nothing that is left out, so what was done to all of a call shows in them as well.
     """
     offsets = record.inputs.get(RAGGED)
-    if offsets is None or record.implied or not record.outputs:
+    count = 0 if offsets is None or not len(offsets) else int(offsets[-1])
+    if offsets is None or count <= more_than or record.implied or not record.outputs:
         return record
-    count = int(offsets[-1])
     sides = [(out, record.expected.get(name)) for name, out in record.outputs.items()]
     if any(right is None or out.shape != right.shape or len(out) != count for out, right in sides):
         return record
@@ -803,12 +797,10 @@ def beginning(context: ComponentContext, record: CallRecord) -> CallRecord:
 
     inputs, outputs, expected = (part(side) for side in _sides(record))
     inputs[RAGGED] = torch.cat((offsets[offsets < kept], offsets.new_tensor([kept])))
-    if _ENTRIES in inputs:  # no more than the tokens that are left make
-        if not has_facts(context):
-            return record
-        ratio = facts_at(context).decoder_block.ratio
-        entries = sum(span.entries_made(ratio) for span in spans_of(inputs))
-        inputs[_ENTRIES] = inputs[_ENTRIES][:entries]
+    facts: Any = facts_of(context.call)
+    if facts is not None and "compressed" in inputs:  # entries that the tokens left here make
+        entries = sum(span.entries_made(facts.decoder_block.ratio) for span in spans_of(inputs))
+        inputs["compressed"] = inputs["compressed"][:entries]
     cut = replace(
         record, inputs=inputs, outputs=outputs, expected=expected, held=part(record.held), rows=(),
         owners=record.owners[:kept], places=None,
