@@ -16,13 +16,6 @@ if TYPE_CHECKING:
 class GpuLost(BaseException):
     """A GPU that failed or is full. It is no Exception, so that nobody takes it for a finding."""
 
-    def refusal(self, name: str, device: str) -> MissingDevice:
-        """Return the error for whoever chose the GPU."""
-        return MissingDevice(
-            name, f"{device}: {self}", "a GPU that answers and has room",
-            "Look at nvidia-smi, and leave this GPU out, such as --device cuda:1.",
-        )  # fmt: skip
-
 
 @contextmanager
 def gpu_failures() -> Iterator[None]:
@@ -40,4 +33,7 @@ def refusing_failures(name: str, device: str) -> Iterator[None]:
         with gpu_failures():
             yield
     except GpuLost as lost:
-        raise lost.refusal(name, device) from lost
+        raise MissingDevice(
+            name, f"{device}: {lost}", "a GPU that answers and has room",
+            "Look at nvidia-smi, and leave this GPU out, such as --device cuda:1.",
+        ) from lost  # fmt: skip

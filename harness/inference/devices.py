@@ -9,7 +9,6 @@ copied back, so that a recorder sees it.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from degarble.harness.base.errors import InvalidArgument, MissingDevice
 from degarble.harness.base.gpu import gpu_failures
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.weight import Weight
+from degarble.harness.inference.processes import usable_cores
 from degarble.harness.inference.weights import HeldWeight
 from degarble.references.binding import CallWrapper
 
@@ -109,8 +109,7 @@ def processes_on(devices: tuple[str, ...], weight_bytes: int) -> int:
     One process leaves a GPU idle nine tenths of the time: it reads, copies and launches.
     """
     memory = min(torch.cuda.mem_get_info(each)[0] for each in devices)  # free now
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    most = min(_PROCESSES, memory // _SHARE, (cores or 1) // (2 * len(devices)))
+    most = min(_PROCESSES, memory // _SHARE, usable_cores() // (2 * len(devices)))
     return max(len(devices), min(most * len(devices), weight_bytes // _WORTH))
 
 

@@ -131,8 +131,13 @@ def usable_workers() -> int:
 
 def workers_for(needed: int) -> int:
     """One process for each core that this one may use, as far as free memory goes."""
+    return max(1, min(usable_cores(), _free_bytes() // needed))
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(cores or 1, _free_bytes() // needed))
+    return cores or 1
 
 
 def _free_bytes() -> int:

@@ -42,7 +42,7 @@ NAN_KEY = 0xFFFF_FFFF
 # Slots of `warps` and of `found`.
 OF_BINS, OF_CHOSEN, OF_CHUNK = 0, 1, 2  # and 3: chunks take turns
 BIN, RANK, COUNT, AHEAD, KEY, EQUALS, LISTS = 0, 1, 2, 3, 4, 5, 6
-ASKED = 4  # thread blocks of a cluster that are asked at once: more would take registers
+READ_AT_ONCE = 4  # thread blocks of a cluster: more would take registers
 HASH = 0x9E37_79B1  # an odd number near 2**32 over the golden ratio
 
 
@@ -331,7 +331,7 @@ def find_bin(shared: TopkSharedMemory, rank: Any, form: cutlass.Constexpr) -> tu
     of_warp = Int32(cute.arch.shuffle_sync(of_lane, warp))
     if (before < rank) & (rank <= before + of_warp):
         if cutlass.const_expr(form.cluster > 1):
-            counts, at_once = [Int32(0)] * each, min(form.cluster, ASKED)
+            counts, at_once = [Int32(0)] * each, min(form.cluster, READ_AT_ONCE)
             for group in cutlass.range(form.cluster // at_once, unroll=1):
                 for member in cutlass.range_constexpr(at_once):
                     other = group * at_once + member

@@ -498,7 +498,7 @@ def load_walk(
     column, along = place_of(first, e, form)
     guess = Int32(-1)
     if cutlass.const_expr(isinstance(walk.tokens, tuple)):
-        # Often a token's number is its sequence's: that page is asked for before this is known.
+        # Often a token's number is its sequence's: that page is looked up before this is known.
         if (walk.tile < e.sequences) & (first < e.entries):
             guess = page_at(tensors.table, (walk.tile, column), e)
         walk = known_walk(walk, tensors, e)

@@ -6,7 +6,6 @@ its path. For `--backend` the prompts of the capture run again on other kernels 
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,7 @@ from degarble.harness.engine.localise.localise import During, Localised, localis
 from degarble.harness.inference.devices import CPU, RecentTensors, require_device, run_on_device
 from degarble.harness.inference.generation import Continuation, Generation, Limits
 from degarble.harness.inference.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
-from degarble.harness.inference.processes import usable_workers
+from degarble.harness.inference.processes import usable_cores, usable_workers
 from degarble.harness.model.components import components
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.family import family_of
@@ -319,7 +318,7 @@ class CheckRun:
     def _verify(self, reference: OpenModel) -> None:
         """Begin to compare the reference with its manifest, which goes on while a run is judged."""
         if self._verifying and self.settings.reference is not None:
-            threads = max(usable_workers(), (os.cpu_count() or 1) // _HASHING)
+            threads = max(usable_workers(), usable_cores() // _HASHING)
             hashes = ReferenceHashes(reference.checkpoint, threads)
             self._hashes = self._open.enter_context(hashes)
 

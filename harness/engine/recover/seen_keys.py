@@ -552,13 +552,15 @@ def _of_lists(
             if not len(wrong) or bool((inside & (value >= MOST_KEYS)).any()):
                 continue
             wrong, left = _spread(wrong, left, (int(inside.sum(1).max()), own[0].numel()))
-            yield from _of_tokens(listed, own, wrong, sink_H, feature)
+            yield from _of_tokens(listed, own, wrong, sink_H, (value, inside))
 
 
 def _of_tokens(
-    listed: ListedAttention, out_THL: Tensor, wrong: Tensor, sink_H: Tensor, feature: str
-) -> Iterator[KeyEquations]:
-    value, inside = feature_of(feature, listed)
+    listed: ListedAttention, out_THL: Tensor, wrong: Tensor, sink_H: Tensor,
+    of_rows: tuple[Tensor, Tensor],
+) -> Iterator[KeyEquations]:  # fmt: skip
+    """Yield the equations of some tokens; `of_rows` is the feature of rows, and which have one."""
+    value, inside = of_rows
     rows = listed.rows.double()
     some = _solved_columns(*out_THL.shape[1:])
     for t in wrong.tolist():

@@ -267,7 +267,7 @@ def test_a_form_holds_the_row(rows: int, entries: int) -> None:
         assert form.cluster == 1
         assert form.capacity >= facts.MOST_COUNT + form.segment
         assert form.kept % facts.VECTOR == 0
-        # The rank that a sample is asked for lies in the sample.
+        # The rank that is looked up lies within the sample.
         sample = facts.VECTOR * form.threads
         assert 3 * facts.MOST_COUNT * sample // (2 * form.capacity) + 16 <= sample
 
