@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, MissingDevice, UnknownName
+from degarble.kernels.gemm.gemv_problem import GemvProblem
 from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime.modules import MODULES, kernel_named, module_of
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels.runtime import kernel_cases
 from degarble.suites.kernels.runtime.kernel_cases import CASES
 from degarble.suites.kernels.runtime.launch_case import SETTINGS, LaunchCase
+from degarble.suites.support.pretended_gpu import META, pretended_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,6 +127,15 @@ def test_operands_by_name_pass_the_same(case: LaunchCase) -> None:
     want, got = kernel_cases.kept()["arguments"][case.key], kernel_cases.arguments_of(case, run)
     for part in ("entry", "target", "compiled", "launched"):
         assert got[part] == want[part]
+
+
+def test_one_output_is_returned_where_others_are_absent() -> None:
+    """The GEMV quantises its sums too, where a problem says so."""
+    problem = GemvProblem(2, 131, 776)
+    x_MK, weight_NK = (torch.empty(n, 776, dtype=torch.bfloat16, device=META) for n in (2, 131))
+    with pretended_gpu():
+        made = described("simt_gemv_bf16").run_one(problem, SETTINGS, x=x_MK, weight=weight_NK)
+    assert made.shape == (2, 131)
 
 
 @pytest.mark.parametrize("name", kernel_cases.PUBLIC)
