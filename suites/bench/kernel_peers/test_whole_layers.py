@@ -76,6 +76,18 @@ def test_a_row_without_one_side_has_a_reason_and_no_ratio() -> None:
     assert whole_layers.vllm_arm([], (4, 8), "no vLLM")["reason"] == "no vLLM"
 
 
+@pytest.mark.parametrize("layers", [("4", "4"), ("0", "4")])
+def test_a_slope_needs_two_numbers_of_layers(
+    layers: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert whole_layers.main([str(tmp_path), "--layers", *layers]) == 2
+    assert "two numbers of layers" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_other_layers_is_not_taken(tmp_path: Path) -> None:
+    assert LayersRun(tmp_path, (4, 6)).checkpoint != LayersRun(tmp_path, (4, 8)).checkpoint
+
+
 # ---- a checkpoint's first layers -----------------------------------------------------------------
 
 
@@ -375,7 +387,7 @@ def test_without_vllm_a_row_says_so(pretended: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(whole_layers, "has_vllm", lambda: False)
     found = whole_layers.contested(run, CLOCK)
     assert found[2]["arms"][VLLM] == {"reason": whole_layers.NO_VLLM}
-    assert not (run.out / "checkpoint").exists()
+    assert not run.checkpoint.exists()
 
 
 def test_kernels_without_vllm_itself_are_no_vllm(

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from degarble.harness.backends.graph.matrices import FEW_ROWS, MOST_ROWS, TILES
+from degarble.harness.base.errors import DegarbleError, InvalidArgument
 from degarble.harness.cli.values import settings_here
 from degarble.harness.model.config.config import V4_FLASH
 from degarble.harness.vllm.engine.server import QUIET
@@ -168,6 +169,18 @@ class LayersRun:
     within: float = float("inf")
     begun: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        if len(set(self.layers)) < 2 or min(self.layers) < 1:
+            raise InvalidArgument(
+                "layers", " ".join(map(str, self.layers)), "two numbers of layers",
+                f"Give --layers {LAYERS[0]} {LAYERS[1]}.",
+            )  # fmt: skip
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where as many layers are written as the larger engine loads."""
+        return self.out / f"checkpoint-{max(self.layers)}"
+
     @property
     def left(self) -> float:
         """Seconds until ours has to be timed."""
@@ -225,7 +238,7 @@ class EngineProcess:
         self.out, self.log = (run.out / f"vllm-{count}.{end}" for end in ("json", "log"))
         self.out.unlink(missing_ok=True)
         line = [
-            sys.executable, "-m", ENGINE, run.out / "checkpoint", self.out, "--layers", count,
+            sys.executable, "-m", ENGINE, run.checkpoint, self.out, "--layers", count,
             "--turn", run.out / "turn", "--context", run.context, "--lanes", *run.lanes,
         ]  # fmt: skip
         own = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -292,7 +305,7 @@ def contested(run: LayersRun, clock: Clock) -> dict[int, dict[str, Any]]:
         if has_vllm():
             engines = [stack.enter_context(EngineProcess(run, count)) for count in run.layers]
             say(f"{len(engines)} engines start")
-            write(run.out / "checkpoint", max(run.layers), run.workers)
+            write(run.checkpoint, max(run.layers), run.workers)
         else:
             whys.append(NO_VLLM)
         with turn(run.out / "turn", alone=False):  # no engine is timed meanwhile
@@ -328,7 +341,7 @@ def layers() -> Iterator[TimedRow]:
         try:
             return contested(run, clock)
         finally:
-            shutil.rmtree(run.out / "checkpoint", ignore_errors=True)
+            shutil.rmtree(run.checkpoint, ignore_errors=True)
 
     for lanes in LANES:
         yield TimedRow(name_of(lanes), partial(_one, every, lanes))
@@ -349,13 +362,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS")
     given = parser.parse_args(arguments)
+    try:
+        run = LayersRun(**vars(given))
+    except DegarbleError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_status
     import torch  # noqa: PLC0415  --help needs none
 
     from degarble.suites.bench.kernel_peers import __main__ as command  # noqa: PLC0415  as above
 
     origin = command.origin_here()
     with torch.inference_mode():
-        found = contested(LayersRun(**vars(given)), Gpu())
+        found = contested(run, Gpu())
     rows = [
         command.failed_row(f"layers: {name_of(lanes, given.context)}", "", origin) | record
         for lanes, record in found.items()
