@@ -1,4 +1,8 @@
-"""Routed experts against Marlin's: NVFP4 activations (W4A4) against BF16 ones (W4A16)."""
+"""Routed experts against Marlin's: NVFP4 activations (W4A4) against BF16 ones (W4A16).
+
+Ours are those of a decoding step: up to four tokens each row multiplies its own experts' matrices,
+as in graphs of so few lanes; more go in tiles.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.backends.graph.matrices import VERY_FEW_ROWS
 from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout
+from degarble.kernels.moe.by_row_problem import ByRowProblem
 from degarble.suites.bench import gpu
 from degarble.suites.bench.indexer import peak_arm
 from degarble.suites.bench.kernel_peers import operands, vendors
@@ -23,6 +29,7 @@ from degarble.suites.bench.kernel_peers.contest import (
 )
 from degarble.suites.bench.moe import MODELS, problem_of, weight_bytes
 from degarble.suites.bench.runner import Arm, copy_arm
+from degarble.suites.kernels.moe import by_row_checks
 from degarble.suites.kernels.moe import moe_checks as checks
 
 if TYPE_CHECKING:
@@ -125,7 +132,12 @@ def row(layer: Layer, tokens: int) -> Row:
     shared = cache(lambda number: layer.given(tokens, number + 1))
     some = operands.sample(tokens, SAMPLED)
 
-    def our_call(number: int) -> Call:
+    def by_row(number: int) -> Call:
+        case, given = by_row_checks.Case(ByRowProblem(problem)), shared(number).operands
+        memory = by_row_checks.memory_of(case, given)
+        return Call(lambda: by_row_checks.launch(case, given, memory), lambda: memory["out"][some])
+
+    def by_tiles(number: int) -> Call:
         case, given = layer.case(tokens, number + 1), shared(number)
         memory = checks.poisoned(case, given)
         return Call(lambda: checks.launch(case, given, memory), lambda: memory.out[some])
@@ -136,6 +148,7 @@ def row(layer: Layer, tokens: int) -> Row:
         moe = layer.marlin
         return Call(lambda: moe(given.x, ids, weights, problem.limit, out), lambda: out[some])
 
+    our_call = by_row if tokens <= VERY_FEW_ROWS else by_tiles
     moved = int(weight_bytes(problem, visited(problem)))
     goals: list[Any] = [of_best(1.2)]
     ceilings: list[Arm] = [copy_arm(min(moved, 1 << 30))]
@@ -149,7 +162,7 @@ def row(layer: Layer, tokens: int) -> Row:
         f"{layer.model}, {tokens} tokens", [Contender(OURS, our_call),
                                             Contender(MARLIN, their_call)],
         moved, problem.operations, lambda: reference(layer, shared(0), problem.limit), goals,
-        sets=8 if tokens <= 4 else 4, ceilings=ceilings,
+        sets=8 if tokens <= VERY_FEW_ROWS else 4, ceilings=ceilings,
     )  # fmt: skip
 
 

@@ -415,6 +415,17 @@ def test_experts_are_given_to_marlin_whole(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.allclose(wanted[0], by_experts)
 
 
+@pytest.mark.needs("cutlass")
+def test_experts_of_up_to_four_tokens_go_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "MODELS", {"V4-Flash": (128, 64, 4, 2)})
+    layer, heard = experts.Layer("V4-Flash"), list[str]()
+    with pretended_gpu("sm_90a", "cpu", lambda _, form: heard.append(type(form).__name__)):
+        for tokens_here, products in ((4, "W4A16ByRowForm"), (5, "MoeForm")):
+            heard.clear()
+            experts.row(layer, tokens_here).contenders[0].make(0).run()
+            assert heard.count(products) == 2
+
+
 def test_layers_take_the_next_buffers_of_their_kind() -> None:
     seen: list[str] = []
 
