@@ -13,10 +13,17 @@ from typing import Any
 from cutlass import Float32, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives.e2m1 import PAIRS, SCALE_EXPONENT, bf16_pairs
+from degarble.kernels.primitives.e2m1 import (
+    HALF_SCALE_EXPONENT,
+    PAIRS,
+    SCALE_EXPONENT,
+    bf16_pairs,
+    fp16_pairs,
+)
 
 WORDS = 4  # of 16 bytes
 SCALE_FACTOR = (SCALE_EXPONENT + 127) << 23  # the bits of a float32
+HALF_SCALE_FACTOR = (HALF_SCALE_EXPONENT + 15 << 10) * 0x1_0001  # of FP16, twice
 
 
 def emit(instruction: str, results: list[Any], *arguments: Any) -> Any:
@@ -238,6 +245,48 @@ def decoded(word: Any, scale: Any, native: bool) -> list[Any]:
     return list(emit(text, [Uint32] * PAIRS, word, scale))
 
 
+def half_scales(word: Any) -> Any:
+    """Return the two scales in a word's low half, times 2**7 as FP16."""
+    text = f"""{{
+    .reg .b16 codes, none; .reg .b32 both, factor;
+    mov.b32 {{codes, none}}, {{$r0}}; mov.b32 factor, {HALF_SCALE_FACTOR};
+    cvt.rn.f16x2.e4m3x2 both, codes; mul.rn.f16x2 {{$w0}}, both, factor;
+    }}"""
+    return emit(text, [Uint32], word)
+
+
+def twice(both: Any, which: int) -> Any:
+    """Return the lower or the upper half of a word in both halves."""
+    name = ("low", "high")[which]
+    text = f"""{{
+    .reg .b16 low, high; mov.b32 {{low, high}}, {{$r0}}; mov.b32 {{$w0}}, {{{name}, {name}}};
+    }}"""
+    return emit(text, [Uint32], both)
+
+
+def decoded_halves(word: Any, scale: Any) -> list[Any]:
+    """Return four words of two FP16 weights: codes j and j + 4 times 2**-7."""
+    return [
+        emit("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", [Uint32], pair, scale)
+        for pair in fp16_pairs(word, permuted_bytes, Uint32)
+    ]
+
+
+def permuted_bytes(low: Any, high: Any, order: int) -> Any:
+    """Return four of eight bytes, by their numbers as nibbles."""
+    return emit(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", [Uint32], low, Uint32(high))
+
+
+def as_halves(word: Any) -> Any:
+    """Return two BF16 numbers as FP16, which is exact for what codes and scales stand for."""
+    text = """{
+    .reg .b32 low, high; .reg .f32 a, b;
+    shl.b32 low, {$r0}, 16; and.b32 high, {$r0}, 0xffff0000;
+    mov.b32 a, low; mov.b32 b, high; cvt.rn.f16x2.f32 {$w0}, b, a;
+    }"""
+    return emit(text, [Uint32], word)
+
+
 def paired(words: list[Any], native: bool) -> list[Any]:
     """Return eight activations in the order in which `decoded` gives weights."""
     if native:
@@ -251,10 +300,13 @@ def paired(words: list[Any], native: bool) -> list[Any]:
     ]
 
 
-def products(sums: Any, at: int, weights: list[Any], activations: list[Any]) -> None:
+def products(
+    sums: Any, at: int, weights: list[Any], activations: list[Any], kind: str = "bf16"
+) -> None:
     """Add products of 16 outputs' 16 weights and 8 rows of activations to a lane's four sums."""
     text = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, "
         "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
     )
     before = [sums[at + i] for i in range(4)]

@@ -14,7 +14,9 @@ from dataclasses import dataclass, fields
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
 from degarble.kernels.gemm import w4a16_problem as product
+from degarble.kernels.gemm import w4a16_walk_problem as walks
 from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm, W4A16Problem, W4A16Tactic
+from degarble.kernels.gemm.w4a16_walk_problem import W4A16WalkForm
 from degarble.kernels.moe.problem import (
     AFTER_W2,
     GATE_AND_UP,
@@ -138,13 +140,16 @@ def choose_tactic(problem: W4A16Problem, target: str, tokens: int = 1) -> W4A16T
 def alone(outputs: int, columns: int) -> ByRowProblem | None:
     """Return the product of one row with one matrix, where walks are its faster form.
 
-    Those of more tiles than one wave of sm90_gemm_w4a16 has, and of so few that its thread blocks
-    have two each: as measured on an H200, docs/design-notes/w4a16_kernel.md. Bits are the same.
+    Those of whole lines and whole 128 rows; of others those of more tiles than one wave of
+    sm90_gemm_w4a16 has, and of so few that its thread blocks have two each: as measured on an H200,
+    docs/design-notes/w4a16_kernel.md. Bits are the same.
     """
     waves = outputs > WAVE or (WAVE // 4 < outputs <= WAVE // 2 and columns >= LONG_COLUMNS)
-    if not waves or (outputs | columns) % MULTIPLE:
+    if (outputs | columns) % MULTIPLE:
         return None
-    return ByRowProblem(MoeProblem(1, outputs, columns, experts=1, chosen=1, routed=1))
+    problem = ByRowProblem(MoeProblem(1, outputs, columns, experts=1, chosen=1, routed=1))
+    walked = walks.serves(matrix_problem(problem, 1), SM90A.name)
+    return problem if walked or waves else None
 
 
 def form_of(
@@ -163,14 +168,66 @@ def form_of(
     return W4A16ByRowForm(**plain, products=products, early=early)
 
 
-def choose_first_form(problem: ByRowProblem, target: str) -> W4A16ByRowForm:
+AnyForm = W4A16ByRowForm | W4A16WalkForm
+
+
+def choose_first_form(problem: ByRowProblem, target: str) -> AnyForm:
     """Return the form of gate and up."""
-    return form_of(problem, GATE_AND_UP, target)
+    return _walk_or_runs(problem, GATE_AND_UP, target)
 
 
-def choose_second_form(problem: ByRowProblem, target: str) -> W4A16ByRowForm:
-    """Return the form of down."""
-    return form_of(problem, 1, target)
+def choose_second_form(problem: ByRowProblem, target: str) -> AnyForm:
+    """Return the form of down, or of a matrix alone."""
+    return _walk_or_runs(problem, 1, target)
+
+
+def _walk_or_runs(problem: ByRowProblem, products: int, target: str) -> AnyForm:
+    one = matrix_problem(problem, products)
+    # Early: what decodes its rows, in front, has waited for the router.
+    if walks.serves(one, target):
+        return walks.form_of(one, products, early=True)
+    return form_of(problem, products, target)
+
+
+def serves_undecoded(problem: ByRowProblem, target: str) -> bool:
+    """Return whether both products quantise and decode their rows themselves.
+
+    Every thread block does so anew for each row: for one token's rows of up to two rounds that
+    costs less than two launches, as measured on an H200.
+    """
+    moe = problem.moe
+    short = moe.tokens == 1 and max(moe.hidden, moe.width) <= 2 * product.ROUND
+    ones = (matrix_problem(problem, products) for products in (GATE_AND_UP, 1))
+    return short and all(walks.serves(one, target) for one in ones)
+
+
+def undecoded_form(problem: ByRowProblem, source: str) -> W4A16WalkForm:
+    """Return the form of gate and up on tokens' values, or of down on what gate and up made.
+
+    Gate and up do not load early, because the router may be what is in front.
+    """
+    if source == VALUES.name:
+        one = matrix_problem(problem, GATE_AND_UP)
+        return walks.form_of(one, GATE_AND_UP, source=source, places=True)
+    limit, one = problem.moe.limit, matrix_problem(problem, 1)
+    return walks.form_of(one, 1, source=source, limit=limit, early=True)
+
+
+def walk_numbers(problem: ByRowProblem, form: W4A16WalkForm, processors: int) -> tuple[int, ...]:
+    """Return rows, N, K, experts, shared rows, chosen, thread blocks, shared bytes, division."""
+    one = matrix_problem(problem, form.products)
+    blocks, *division = walks.shares(problem.rows, one.outputs, form, processors)
+    return (
+        problem.rows,
+        one.outputs,
+        one.columns,
+        problem.experts,
+        problem.shared_rows,
+        problem.moe.chosen,
+        blocks,
+        walks.shared_bytes(one.columns, form.stages),
+        *division,
+    )
 
 
 def choose_decode_form(problem: DecodeProblem, target: str) -> DecodeForm:

@@ -14,7 +14,7 @@ in a CUDA graph.
 Shape letters: T tokens, K chosen, R rows, E experts, D hidden, F width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,10 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.gemm import w4a16_problem as product
 from degarble.kernels.gemm.sm90_gemm_w4a16 import launch_by_row
-from degarble.kernels.gemm.w4a16_problem import W4A16ByRowForm
+from degarble.kernels.gemm.w4a16_walk import launch_walk
+from degarble.kernels.gemm.w4a16_walk_problem import W4A16WalkForm
 from degarble.kernels.moe import by_row_problem as facts
-from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeForm, DecodeProblem
+from degarble.kernels.moe.by_row_problem import AnyForm, ByRowProblem, DecodeForm, DecodeProblem
 from degarble.kernels.moe.problem import GATE_AND_UP, NONE, scale_bytes
 from degarble.kernels.moe.simt_moe_rows import COMBINE, FLOATS, INTEGERS, flat, in_words
 from degarble.kernels.primitives import device_words as words
@@ -45,6 +46,7 @@ from degarble.kernels.runtime.kernel import (
     renamed,
 )
 from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.targets import SM90A
 
 # ---- rows quantised and decoded ------------------------------------------------------------------
 
@@ -147,7 +149,27 @@ _CODES = Storage(Uint8, torch.uint8, 16)
 _Product = Operand[ByRowProblem]
 
 
-def _product_numbers(of: LaunchContext[ByRowProblem, W4A16ByRowForm]) -> tuple[Any, ...]:
+@cute.jit
+def launch_product(
+    pointers: tuple[cute.Pointer, ...],
+    numbers: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a walk, or runs of sm90_gemm_w4a16 where a matrix has parts of lines."""
+    if cutlass.const_expr(isinstance(form, W4A16WalkForm)):
+        launch_walk(pointers, numbers, form, stream)
+    else:
+        launch_by_row(pointers, numbers, form, stream)
+
+
+def _product_kinds(form: AnyForm) -> tuple[Any, ...]:
+    return ((Int32,) * (10 if isinstance(form, W4A16WalkForm) else 12),)
+
+
+def _product_numbers(of: LaunchContext[ByRowProblem, AnyForm]) -> tuple[Any, ...]:
+    if isinstance(of.form, W4A16WalkForm):
+        return (facts.walk_numbers(of.problem, of.form, of.processors),)
     division = of.tactic or facts.choose_division(of.problem, of.form, of.processors)
     return (facts.extents_of(of.problem, of.form, division),)
 
@@ -155,8 +177,8 @@ def _product_numbers(of: LaunchContext[ByRowProblem, W4A16ByRowForm]) -> tuple[A
 def _product(
     names: tuple[str, str, str],
     products: int,
-    choose_form: Callable[[ByRowProblem, str], W4A16ByRowForm],
-) -> Kernel[ByRowProblem, W4A16ByRowForm]:
+    choose_form: Callable[[ByRowProblem, str], AnyForm],
+) -> Kernel[ByRowProblem, AnyForm]:
     """Describe a product by the names of its rows, its matrices and its output."""
     rows, name, out = names
     of = partial(facts.matrix_problem, products=products)
@@ -167,8 +189,8 @@ def _product(
     def scales(p: ByRowProblem) -> tuple[int, ...]:
         return (*leading(p), scale_bytes(of(p).outputs, of(p).columns))
 
-    return Kernel[ByRowProblem, W4A16ByRowForm](
-        entry=launch_by_row,
+    return Kernel[ByRowProblem, AnyForm](
+        entry=launch_product,
         operands=(
             _Product(rows, Storage(Uint8, torch.bfloat16, 16), lambda p: (p.rows, of(p).columns)),
             _Product(
@@ -194,7 +216,7 @@ def _product(
             _Product("experts", INTEGERS, lambda p: (p.moe.tokens, p.moe.chosen)),
         ),
         choose_form=choose_form,
-        kinds=((Int32,) * 12,),
+        kinds=_product_kinds,
         numbers=_product_numbers,
         work=lambda problem: problem.rows,
     )
@@ -221,6 +243,28 @@ SUM = replace(
 )
 
 
+# Both products on rows that are not decoded yet, in place of four launches.
+FIRST = replace(
+    FC1,
+    operands=(
+        _Product("x", FC1.operands[0].storage, lambda p: (p.moe.tokens, p.moe.hidden)),
+        *FC1.operands[1:],
+        _Product("places", INTEGERS, lambda p: (p.moe.slots,), output=True),
+    ),
+    choose_form=lambda problem, _target: facts.undecoded_form(problem, VALUES.name),
+    target=SM90A,
+)
+SECOND = replace(
+    FC2,
+    operands=(
+        replace(FC1.operands[4], output=False, storage=FC2.operands[0].storage),
+        *FC2.operands[1:],
+    ),
+    choose_form=lambda problem, _target: facts.undecoded_form(problem, SWIGLU.name),
+    target=SM90A,
+)
+
+
 def _problems(problem: ByRowProblem, _tactic: None, given: Operands) -> tuple[Any, ...]:
     first, second = (DecodeProblem(problem, source.name) for source in (VALUES, SWIGLU))
     summed = facts.summed(problem, shared=given.get("shared") is not None)
@@ -234,12 +278,32 @@ GATED = renamed(
     input_scale="w2_input_scale",
     decoded="hidden_rows",
 )
+
+
+def _undecoded(problem: ByRowProblem, _tactic: None, given: Operands) -> tuple[Any, ...]:
+    summed = facts.summed(problem, shared=given.get("shared") is not None)
+    return problem, problem, summed
+
+
+def _sum(_problem: ByRowProblem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {"out": tensors["out"]}
+
+
+def _rows(_problem: ByRowProblem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {"products": tensors["products"], "places": tensors["places"]}
+
+
+UNDECODED = KernelSequence[ByRowProblem]((FIRST, SECOND, SUM), _undecoded, _sum)
 KERNEL = KernelSequence[ByRowProblem](
-    (ROWS, FC1, GATED, FC2, SUM), _problems, lambda _, tensors: {"out": tensors["out"]}
+    (ROWS, FC1, GATED, FC2, SUM), _problems, _sum, (UNDECODED, facts.serves_undecoded)
 )
 # Without the sum: what adds up the rows reads them itself.
 PRODUCTS = KernelSequence[ByRowProblem](
     (ROWS, FC1, GATED, FC2),
     lambda problem, tactic, given: _problems(problem, tactic, given)[:-1],
-    lambda _, tensors: {"products": tensors["products"], "places": tensors["places"]},
+    _rows,
+    (
+        KernelSequence((FIRST, SECOND), lambda *given: _undecoded(*given)[:-1], _rows),
+        facts.serves_undecoded,
+    ),
 )

@@ -244,3 +244,32 @@ def bf16_pairs(word: Any, constant: Callable[[int], Any] = int) -> list[Any]:
         for source in (word, upper)
         for place, move in enumerate(_PAIR_MOVES)
     ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Decode a word of eight E2M1 codes to four words of two FP16 numbers, four codes at once.
+#
+# A code's sign belongs in bit 15 of an FP16 number, its two exponent bits and its mantissa bit in
+# bits 11 to 9: all in the upper byte, which is the value times 2**-14, subnormal 0.5 included. So
+# the codes of a word's low nibbles become four such bytes, those of the high ones four more, and a
+# byte permutation puts zeros below two of them. Products with the block scale times 2**7 are exact:
+# six bits at most, of which the last is 2**-17 or more.
+
+HALF_VALUE_EXPONENT: Final = -14  # of FP16's smallest normal number
+HALF_SCALE_EXPONENT: Final = 7  # so that the product of 448 and this is an FP16 number
+
+_SIGNS: Final = 0x8080_8080
+_MAGNITUDES: Final = 0x0E0E_0E0E
+_UPPER_BYTES: Final = (0x2404, 0x3414)  # of bytes 0 and 2, or 1 and 3; byte 4 is zero
+
+
+def fp16_pairs(
+    word: Any,
+    bytes_of: Callable[[Any, Any, int], Any] = HALF_OPERATORS.bytes_of,
+    constant: Callable[[int], Any] = int,
+) -> list[Any]:
+    """Return four words; word j has codes j (low) and j + 4, times 2**-14, as FP16."""
+    signs, magnitudes = constant(_SIGNS), constant(_MAGNITUDES)
+    low = (word * constant(2) & magnitudes) | (word * constant(16) & signs)
+    high = (ops.shift_right(word, 3) & magnitudes) | (word & signs)
+    return [bytes_of(codes, 0, order) for order in _UPPER_BYTES for codes in (low, high)]

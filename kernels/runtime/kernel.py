@@ -414,11 +414,18 @@ class KernelSequence(Generic[P]):
     kernels: tuple[Kernel[Any, Any], ...]
     problems: Callable[[P, Any, Operands], tuple[Any, ...]]  # of the kernels, by a tactic
     results: Callable[[P, Mapping[str, Any]], dict[str, Any]]
+    # Fewer kernels with the same results for some problems of a target, unless a caller names what
+    # they do not make.
+    shorter: tuple[KernelSequence[P], Callable[[P, str], bool]] | None = None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Return the names of the operands."""
         return tuple(dict.fromkeys(name for kernel in self.kernels for name in kernel.names))
+
+    def takes(self, given: Operands) -> bool:
+        """Return whether all that is named is an operand."""
+        return given.keys() <= set(self.names)
 
     def run(
         self, problem: P, settings: CompileSettings, tactic: Any = None, /, **given: Tensor | None
@@ -438,8 +445,11 @@ class KernelSequence(Generic[P]):
                     operand.require(own, given.get(operand.name))
             kernel.refuse(own, given)
         place = require_device(given.values())
-        for kernel in self.kernels:
-            kernel.target_of(place)
+        targets = {kernel.target_of(place) for kernel in self.kernels}
+        if self.shorter is not None and tactic is None:
+            sequence, serves = self.shorter
+            if sequence.takes(given) and all(serves(problem, target) for target in targets):
+                return sequence.run(problem, settings, None, **given)
         tensors: Operands = given
         for kernel, own in steps:
             tensors = _with_outputs(tensors, kernel.prepared(own).outputs)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm import w4a16_problem as w4a16
+from degarble.kernels.gemm import w4a16_walk_problem as walks
+from degarble.kernels.gemm.w4a16_walk_problem import W4A16WalkForm
 from degarble.kernels.moe import by_row_problem as by_row
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeForm
@@ -102,9 +104,57 @@ def _by_row_code() -> Iterator[MachineCode]:
         for source, limit in (("values", None), *(("swiglu", each) for each in (10.0, 2.0, None))):
             yield MachineCode(
                 f"sm90_moe_by_row.{'GATED' if source == 'swiglu' else 'ROWS'}",
-                DecodeForm(source, limit, target), 64, more=_waits_before_it_reads,
+                DecodeForm(source, limit, target), 64, more=_lets_in_who_loads_early,
                 slow=target != SM90A.name or limit == 2.0,
             )  # fmt: skip
+
+
+def _walk_code() -> Iterator[MachineCode]:
+    for hidden, width in ((4096, 2048), (7168, 2048), (512, 256)):
+        problem = ByRowProblem(MoeProblem(1, hidden, width, 256, 6, 256, 10.0), shared=True)
+        for form in (
+            by_row.choose_first_form(problem, SM90A.name),
+            by_row.choose_second_form(problem, SM90A.name),
+            *(by_row.undecoded_form(problem, source) for source in ("values", "swiglu")),
+        ):
+            assert isinstance(form, W4A16WalkForm)
+            yield _walk_form(form, slow=hidden != 4096)
+
+
+def _walk_form(form: W4A16WalkForm, *, slow: bool) -> MachineCode:
+    undecoded = form.source != walks.DECODED
+    counts = {
+        # A lane's four words of two rows: two mma each.
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": 8,
+        "mul.rn.f16x2": 32 + 2,  # of weights, and of two words of scales
+        # A box for a tile's codes, and one for its scales.
+        "cp.async.bulk.tensor.5d": form.tiles,
+        "cp.async.bulk.tensor.3d": form.tiles,
+        "ld.relaxed.gpu.global.b32": int(form.early),
+        "st.shared.f32": 2,  # a part's sums: two rows of a tile a lane
+        "st.global.b32": int(form.places),
+        "mbarrier.arrive.shared::cta.b64 _, [all]": 1,
+    }
+    has = {"ld.global.nc": False, "max.xorsign.abs.bf16x2": undecoded, "bf16.bf16.f32": False}
+    of_tokens = form.products == facts.GATE_AND_UP
+    names = ("FIRST", "SECOND") if undecoded else ("FC1", "FC2")
+    registers = 65_536 // (form.resident * form.threads)
+    return MachineCode(
+        f"sm90_moe_by_row.{names[not of_tokens]}", form, registers, counts=counts, has=has,
+        slow=slow, more=_all_but_who_loads_wait, reads_early=form.early,
+    )  # fmt: skip
+
+
+def _all_but_who_loads_wait(kernel: CompiledKernel, form: Any) -> None:
+    """Early forms load weights and experts' numbers; all else, and the next launch, waits."""
+    text = kernel.ptx
+    assert text.count("griddepcontrol.wait") == 1 + (not form.early)
+    assert text.count("griddepcontrol.launch_dependents") == 1
+    wait = text.rindex("griddepcontrol.wait")
+    assert text.index("griddepcontrol.launch_dependents") > wait
+    for access in ("st.global", "ld.global.f32", "ld.global.b32", "ld.global.v4"):
+        first = text.find(access)
+        assert first < 0 or first > wait or (access == "ld.global.b32" and not form.early), access
 
 
 def _by_row_form(form: W4A16ByRowForm, *, slow: bool) -> MachineCode:
@@ -139,6 +189,13 @@ def _waits_before_it_reads(kernel: CompiledKernel, _form: Any) -> None:
         assert text not in kernel.ptx or kernel.ptx.index(text) > wait, text
 
 
+def _lets_in_who_loads_early(kernel: CompiledKernel, form: Any) -> None:
+    """What is behind may take for granted all that this launch has waited for."""
+    _waits_before_it_reads(kernel, form)
+    text = kernel.ptx
+    assert text.index("griddepcontrol.launch_dependents") > text.index("griddepcontrol.wait")
+
+
 def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
     kept: dict[str, MachineCode] = {}
     for code in codes:
@@ -147,7 +204,7 @@ def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
     return list(kept.values())
 
 
-CODE = [*_once(_code()), *_once(_by_row_code())]
+CODE = [*_once(_code()), *_once(_by_row_code()), *_once(_walk_code())]
 
 
 # ---- cases ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.kernels.gemm import w4a16_problem as w4a16
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
+from degarble.kernels.gemm.w4a16_walk_problem import W4A16WalkForm
 from degarble.kernels.moe import by_row_problem as facts
 from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeProblem
 from degarble.kernels.moe.problem import BEFORE_W2, GATE_AND_UP, MoeProblem
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 SMALL = MoeProblem(5, 352, 416, 8, 3, 8, 2.0)
+WHOLE = MoeProblem(5, 2560, 512, 8, 3, 8, 2.0)  # whole lines and rows: such matrices are walked
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------
@@ -338,12 +340,12 @@ class Fault:
     module: str
     function: str
     instead: Callable[..., Any]
-    choice: str = "even"
+    moe: MoeProblem = SMALL
 
     @property
     def case(self) -> Case:
         """The call by which it is judged."""
-        return Case(ByRowProblem(SMALL, shared=True), self.choice, 3)
+        return Case(ByRowProblem(self.moe, shared=True), "even", 3)
 
 
 def _expert_before(true: Any, *given: Any) -> Any:
@@ -380,7 +382,25 @@ def _one_more(true: Any, *given: Any) -> Any:
     return true(*given) + 1
 
 
+def _nothing(_true: Any, *given: Any) -> Any:
+    return given[-2] * 0  # of a place and a lane, or of a part and a place
+
+
+def _first_part(true: Any, part: Any, *given: Any) -> Any:
+    return true(part * 0, *given)
+
+
+def _row_before(true: Any, row: Any, *given: Any) -> Any:
+    return true(row // 2 * 2, *given)
+
+
+def _half_of_parts(true: Any, start: Any, form: Any) -> Any:
+    return true(start, replace(form, parts=form.parts // 2))
+
+
 _PRODUCT = "degarble.kernels.gemm.sm90_gemm_w4a16"
+_WALK = "degarble.kernels.gemm.w4a16_walk"
+_PLACES = f"{_WALK}_problem"
 FAULTS = (
     Fault("matrices of the expert before", _PRODUCT, "own_matrix", _expert_before),
     Fault("gate for up", _PRODUCT, "own_matrix", _gate_for_up),
@@ -393,6 +413,15 @@ FAULTS = (
     Fault("a tile left out", "degarble.kernels.gemm.w4a16_problem", "run_length", _one_more),
     Fault(
         "limit left out", "degarble.kernels.primitives.device_words", "swiglu_numbers", not_clamped
+    ),
+    *(
+        Fault(f"walks: {name}", module, function, instead, WHOLE)
+        for name, module, function, instead in (
+            ("expert of another row", _WALK, "expert_of_row", _row_before),
+            ("half of the parts", _WALK, "added", _half_of_parts),
+            ("scales of the first place", _PLACES, "scale_offset", _nothing),
+            ("codes of the first part", _PLACES, "code_offset", _first_part),
+        )
     ),
     Fault("routing weight left out", "degarble.kernels.moe.simt_moe_rows", "weighed", as_they_are),
 )
@@ -490,10 +519,10 @@ def test_tiles_and_stages_do_not_change_a_bit() -> None:
 
 @pytest.mark.parametrize(
     ("outputs", "columns", "tiles"),
-    [(32_768, 1024, 4), (18_432, 7168, 1), (4096, 8192, 1), (4096, 2048, 0), (7168, 16_384, 0),
-     (1024, 4096, 0), (8455, 4096, 0)],
+    [(32_768, 1024, 2), (18_432, 7168, 1), (4096, 8192, 1), (512, 4096, 1), (7168, 16_384, 1),
+     (8480, 512, 4), (8480, 4096, 1), (4032, 4096, 1), (2080, 4096, 0), (8455, 4096, 0)],
 )  # fmt: skip
-def test_one_row_walks_where_tiles_fill_more_than_a_wave(
+def test_one_row_walks_whole_lines_or_where_tiles_fill_more_than_a_wave(
     outputs: int, columns: int, tiles: int
 ) -> None:
     problem = facts.alone(outputs, columns)
@@ -503,6 +532,7 @@ def test_one_row_walks_where_tiles_fill_more_than_a_wave(
     assert problem is not None
     form = facts.choose_second_form(problem, "sm_90a")
     assert (form.tiles, form.products) == (tiles, 1)
+    assert isinstance(form, W4A16WalkForm) == (outputs % 128 == 0)
     one = facts.matrix_problem(problem, 1)
     assert (one.rows, one.outputs, one.columns) == (1, outputs, columns)
 
@@ -513,7 +543,10 @@ def test_one_row_alone_has_the_bits_of_its_product_with_others(outputs: int, col
     problem = facts.alone(outputs, columns)
     assert problem is not None
     case = w4a16_checks.Case(W4A16Problem(3, outputs, columns, "128x4"))
-    want, x = w4a16_checks.on_device(case), case.activations.cuda()
+    # Rows as they come, decoded: walks keep them in FP16.
+    x = checks.decoded(case.activations.cuda(), torch.full((1,), 0.01, device="cuda"))
+    vars(case)["activations"] = x.cpu()
+    want = w4a16_checks.on_device(case)
     weights, one = w4a16_checks.on_gpu(case.weights), torch.ones(1, device="cuda")
     for row in range(3):
         made = kernel_named("sm90_moe_by_row.ALONE").run_one(
@@ -522,6 +555,29 @@ def test_one_row_alone_has_the_bits_of_its_product_with_others(outputs: int, col
             input_scale=one, number=torch.zeros_like(one, dtype=torch.int32).reshape(1, 1),
         )  # fmt: skip
         assert torch.equal(made, want[row : row + 1])
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("choice", ["even", "absent"])
+@pytest.mark.parametrize(("hidden", "width"), [(4096, 2048), (512, 256), (2560, 1280)])
+def test_rows_that_walks_decode_themselves_have_the_same_bits(
+    hidden: int, width: int, choice: str
+) -> None:
+    call: Any = import_module("degarble.kernels.moe.sm90_moe_by_row").KERNEL
+    for seed, shared in enumerate((True, False)):
+        moe = MoeProblem(1, hidden, width, 16, 6, 16, 10.0)
+        case = Case(ByRowProblem(moe, shared), choice, seed, given_shared=not shared)
+        assert call.shorter[1](case.problem, "sm_90a")
+        given = checks.given_of(case)
+        memory = checks.memory_of(case, given)
+        checks.launch(case, given, memory)
+        assert not checks.difference(case, given, memory)
+        own = {n: t for n, t in memory.items() if n not in ("x_rows", "hidden_rows")}
+        left = {name: torch.full_like(tensor, -1) for name, tensor in own.items()}
+        for _ in range(3):
+            call.run(case.problem, checks.SETTINGS, None, **given, **left)
+        for name, tensor in left.items():
+            assert torch.equal(tensor, memory[name]), name
 
 
 @pytest.mark.h200

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from degarble.kernels.primitives import e2m1
 from degarble.kernels.primitives import e2m1 as halves
 from degarble.kernels.primitives.e2m1 import (
     HALF_OPERATORS,
+    HALF_SCALE_EXPONENT,
+    HALF_VALUE_EXPONENT,
     NUMBERS,
     PAIRS,
     SCALE_EXPONENT,
@@ -24,7 +26,11 @@ from degarble.kernels.primitives.e2m1 import (
     WORDS,
     bf16_pairs,
     e2m1_word,
+    fp16_pairs,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # --------------------------------------------------------------------------------------------------
 # Eight codes to a word: equal to the codec at every boundary, and on strides of all patterns.
@@ -184,46 +190,65 @@ def test_the_first_term_alone_moves_values() -> None:
 CODES = torch.arange(16, dtype=torch.int64)
 
 
-def numbers(words_W: torch.Tensor) -> torch.Tensor:
-    """Both BF16 numbers of words, [W, 2], the low one first."""
+def numbers(words_W: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Both numbers of words, [W, 2], the low one first."""
     halves_W2 = torch.stack([words_W & 0xFFFF, words_W >> 16], -1)
-    return halves_W2.to(torch.int16).view(torch.bfloat16)
+    return halves_W2.to(torch.int16).view(dtype)
 
 
-def mismatches() -> int:
+DECODERS: dict[torch.dtype, tuple[Callable[[Any], list[Any]], int, int]] = {
+    torch.bfloat16: (bf16_pairs, VALUE_EXPONENT, SCALE_EXPONENT),
+    torch.float16: (fp16_pairs, HALF_VALUE_EXPONENT, HALF_SCALE_EXPONENT),
+}
+by_each = pytest.mark.parametrize("dtype", DECODERS, ids=str)
+
+
+def mismatches(dtype: torch.dtype = torch.bfloat16) -> int:
     """Count wrong numbers over all codes in all places, among neighbours of all ones and zeros."""
-    wrong = 0
+    wrong, (pairs, exponent, _) = 0, DECODERS[dtype]
     for place in range(2 * PAIRS):
         for neighbours in (0, 0xFFFF_FFFF):
             words = (neighbours & ~(0xF << 4 * place)) | (CODES << 4 * place)
-            pair = bf16_pairs(words)[place % PAIRS]
-            got = numbers(pair)[:, place // PAIRS].double()
-            wrong += int((got != e2m1_decode(CODES).double() * 2.0**VALUE_EXPONENT).sum())
+            pair = pairs(words)[place % PAIRS]
+            got = numbers(pair, dtype)[:, place // PAIRS].double()
+            wrong += int((got != e2m1_decode(CODES).double() * 2.0**exponent).sum())
     return wrong
 
 
-def test_every_code_in_every_place() -> None:
-    assert mismatches() == 0
+@by_each
+def test_every_code_in_every_place(dtype: torch.dtype) -> None:
+    assert mismatches(dtype) == 0
 
 
-def test_ints_and_tensors_agree() -> None:
+@by_each
+def test_ints_and_tensors_agree(dtype: torch.dtype) -> None:
+    pairs = DECODERS[dtype][0]
     for word in (0, 0xFFFF_FFFF, 0x1234_5678, 0x8765_4321):
-        tensors = bf16_pairs(torch.tensor([word]))
-        assert bf16_pairs(word) == [int(pair[0]) for pair in tensors]
+        tensors = pairs(torch.tensor([word]))
+        assert pairs(word) == [int(pair[0]) for pair in tensors]
 
 
-def test_every_code_times_every_scale_is_exact() -> None:
+@by_each
+def test_every_code_times_every_scale_is_exact(dtype: torch.dtype) -> None:
+    pairs, exponent, of_scale = DECODERS[dtype]
     scale_codes = torch.arange(256)
-    values = numbers(bf16_pairs(CODES)[0])[:, :1]
+    values = numbers(pairs(CODES)[0], dtype)[:, :1]
     scale_S = e4m3_decode(scale_codes)
-    factor_S = (scale_S * 2.0**SCALE_EXPONENT).bfloat16()
-    assert torch.equal(factor_S.float().nan_to_num(), (scale_S * 2.0**SCALE_EXPONENT).nan_to_num())
-    got_CS = values * factor_S  # BF16, as the kernel multiplies
-    want_CS = e2m1_decode(CODES)[:, None].double() * scale_S.double() * 2.0**DECODED_EXPONENT
-    assert got_CS.dtype is torch.bfloat16
+    factor_S = (scale_S * 2.0**of_scale).to(dtype)
+    assert torch.equal(factor_S.float().nan_to_num(), (scale_S * 2.0**of_scale).nan_to_num())
+    got_CS = values * factor_S  # in that dtype, as the kernel multiplies
+    want_CS = e2m1_decode(CODES)[:, None].double() * scale_S.double() * 2.0 ** (exponent + of_scale)
+    assert got_CS.dtype is dtype
     assert torch.equal(got_CS.isnan(), want_CS.isnan())
     assert torch.equal(got_CS.double().nan_to_num(), want_CS.nan_to_num())
     assert DECODED_EXPONENT == VALUE_EXPONENT + SCALE_EXPONENT
+
+
+def test_every_decoded_activation_is_an_fp16_number() -> None:
+    """Rows that a walk multiplies are codes times scales; it keeps them in FP16."""
+    values = e2m1_decode(CODES)[:, None] * e4m3_decode(torch.arange(127))
+    assert torch.equal(values.bfloat16().half().double(), values.double())
+    assert values.abs().max() == 2688
 
 
 @pytest.mark.parametrize(
