@@ -464,7 +464,7 @@ def launch_walk(
     """Launch on rows, N, K, experts, shared rows, chosen, grid, shared bytes, and the division.
 
     The division: units that a thread block walks at least, and how many blocks walk one more.
-    Pointers: those of sm90_gemm_w4a16.launch_by_row, and where each slot's row is written.
+    Pointers: those of w4a16_by_row.launch_by_row, and where each slot's row is written.
     """
     rows, outputs, columns, experts, shared, chosen, blocks, shared_bytes, *division = extents
     views = views_of(pointers, (outputs, columns, experts * form.products), form)

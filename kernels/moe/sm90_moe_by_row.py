@@ -2,15 +2,18 @@
 
 Five launches (`KERNEL`): `ROWS` quantises each token once for each of its experts, with that
 expert's scale, and writes what the codes stand for, which is exact in BF16; `FC1` multiplies each
-row by gate and by up of its expert (sm90_gemm_w4a16.launch_by_row); `GATED` quantises and decodes
-what SwiGLU makes of both; `FC2` multiplies by down; `SUM` adds a token's slots in their order
-(simt_moe_rows). The shared expert's rows come first, if its matrices are stacked behind the routed
-ones. Numbers of rows: by_row_problem. `PRODUCTS` is `KERNEL` without the sum, `ALONE` is `FC2` for
-a matrix that is no expert's.
+row by gate and by up of its expert; `GATED` quantises and decodes what SwiGLU makes of both; `FC2`
+multiplies by down; `SUM` adds a token's slots in their order (simt_moe_rows). Products are walks
+(w4a16_walk), or runs where matrices have parts of lines (w4a16_by_row). The shared expert's rows
+come first, if its matrices are stacked behind the routed ones. Numbers of rows: by_row_problem.
+One token's short rows take three launches (`UNDECODED`): `FIRST` and `SECOND` quantise and decode
+their rows themselves. `PRODUCTS` is `KERNEL` without the sum, `ALONE` is `FC2` for a matrix that is
+no expert's, and for rows that were decoded alike: walks keep them in FP16.
 
 Which expert a row has is read on the GPU from the router's output. An expert that is not here
 leaves its slot out of the sum. Nothing here synchronises with the host, so a call can be captured
-in a CUDA graph.
+in a CUDA graph. Forms that load early (w4a16_walk) take for granted that what is in front, ROWS,
+GATED or FIRST, lets the next launch begin behind its own wait, and that nothing writes weights.
 Shape letters: T tokens, K chosen, R rows, E experts, D hidden, F width.
 """
 
@@ -26,13 +29,13 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.gemm import w4a16_problem as product
-from degarble.kernels.gemm.sm90_gemm_w4a16 import launch_by_row
 from degarble.kernels.gemm.w4a16_walk import launch_walk
 from degarble.kernels.gemm.w4a16_walk_problem import W4A16WalkForm
 from degarble.kernels.moe import by_row_problem as facts
 from degarble.kernels.moe.by_row_problem import AnyForm, ByRowProblem, DecodeForm, DecodeProblem
 from degarble.kernels.moe.problem import GATE_AND_UP, NONE, scale_bytes
 from degarble.kernels.moe.simt_moe_rows import COMBINE, FLOATS, INTEGERS, flat, in_words
+from degarble.kernels.moe.w4a16_by_row import launch_by_row
 from degarble.kernels.primitives import device_words as words
 from degarble.kernels.primitives.quantise_problem import BLOCK, SWIGLU, VALUES
 from degarble.kernels.runtime.kernel import (

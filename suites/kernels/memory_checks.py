@@ -65,7 +65,11 @@ SETTINGS = CompileSettings()
 SEED = 61
 SOURCES = Path(__file__).parents[2] / "kernels"
 PROBES = Path(__file__).parents[1] / "support" / "probes"
-OF_SHARED = {"sm90_moe_nvfp4": "moe/few_rows"}  # a module's kernels that lie in another one
+# A module's kernels that lie in others.
+OF_SHARED = {
+    "sm90_moe_nvfp4": ("moe/few_rows",),
+    "sm90_moe_by_row": ("moe/w4a16_by_row", "gemm/w4a16_walk"),
+}
 _DEFINED = re.compile(r"(?m)^@cute\.kernel\ndef (\w+)\(")
 _IN_PTX = re.compile(r"\.entry kernel_cutlass_(\w+?_kernel)_")
 
@@ -88,9 +92,7 @@ def file_of(module: str) -> Path:
 
 def kernels_of(module: str) -> set[str]:
     """Return the names of all kernels that a module launches, its own name in front."""
-    files = [file_of(module)]
-    if module in OF_SHARED:
-        files.append(SOURCES / f"{OF_SHARED[module]}.py")
+    files = [file_of(module), *(SOURCES / f"{name}.py" for name in OF_SHARED.get(module, ()))]
     texts = [file.read_text(encoding="utf-8") for file in files]
     return {f"{module}.{name}" for text in texts for name in _DEFINED.findall(text)}
 

@@ -257,10 +257,11 @@ def fuzzed(seed: int, count: int) -> list[Case]:
     drawn, made = random.Random(f"experts by row {seed}"), []
     for _ in range(count):
         routed = drawn.choice((1, 2, 5, 33))
+        part, most = drawn.choice(((32, 30), (256, 8)))  # the latter are walked by whole lines
         moe = MoeProblem(
             tokens=drawn.choice((1, 2, drawn.randint(1, 16))),
-            hidden=32 * drawn.randint(1, 30),
-            width=32 * drawn.randint(1, 30),
+            hidden=part * drawn.randint(1, most),
+            width=part * drawn.randint(1, most),
             experts=routed,
             chosen=drawn.randint(1, min(4, routed)),
             routed=routed,

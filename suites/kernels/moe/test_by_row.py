@@ -398,7 +398,7 @@ def _half_of_parts(true: Any, start: Any, form: Any) -> Any:
     return true(start, replace(form, parts=form.parts // 2))
 
 
-_PRODUCT = "degarble.kernels.gemm.sm90_gemm_w4a16"
+_PRODUCT = "degarble.kernels.moe.w4a16_by_row"
 _WALK = "degarble.kernels.gemm.w4a16_walk"
 _PLACES = f"{_WALK}_problem"
 FAULTS = (
