@@ -102,6 +102,7 @@ def e2m1_pairs(word: Any, factor: Any) -> list[Any]:
 
 CHUNK = 16  # bytes
 CHUNKS = 2 * rows.WIDTH // CHUNK  # of an output row, and of V4's keys
+NO_TILE = 1 << 24  # beyond every list
 UNIT = 8  # bytes in which offsets of scales are counted; values lie at pieces of 16
 ROWS_OF_CODES = rows.LANES // UNIT  # rows of which a warp's lanes have the codes of eight scales
 QUARTER = 8  # lanes whose 16 bytes meet shared memory's banks together
@@ -447,12 +448,14 @@ def leave_masks(
     ptx.store_bits(place + of_tile, gathered_rows.beyond, plan.rows_of_warp)
 
 
-def tile_of_step(step: Any, walk: tuple[Any, Any, Any], widths: tuple[Any, Any]) -> Any:
+def tile_of_step(step: Any, walk: tuple[Any, ...], widths: tuple[Any, Any]) -> Any:
     """Return the number of a step's tile: the window's come first, then the second list's."""
     # Steps 0 to near - 1 are of the window, then the second list's tiles follow.
-    first, near, _ = walk
+    first, near, _, *more = walk
     begin = ops.maximum(first, widths[0])
-    return ops.select(step < near, first + step, begin + step - near)
+    tile = ops.select(step < near, first + step, begin + step - near)
+    # Where tiles come in pairs, the last one may not be there: it lies beyond every list.
+    return ops.select(step < more[0], tile, Int32(NO_TILE)) if more else tile
 
 
 def shared_next(stage: Any, phase: Any) -> tuple[Any, Any]:

@@ -18,6 +18,16 @@ def copy_16(target: Any, source: Any, size: Any) -> None:
     emit(text, [], target, source, size)
 
 
+def copy_16_at(target: tuple[Any, int], source: tuple[Any, int], size: Any) -> None:
+    """Issue a 16-byte copy as `copy_16` does, between addresses with constant offsets."""
+    (to, target_offset), (start, source_offset) = target, source
+    text = (
+        f"cp.async.cg.shared.global [{{$r0}} + {target_offset}], "
+        f"[{{$r1}} + {source_offset}], 16, {{$r2}};"
+    )
+    emit(text, [], to, start, size)
+
+
 def end_of_copies() -> None:
     """Wait for this thread's copies."""
     emit("cp.async.wait_all;", [])

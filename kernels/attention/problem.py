@@ -11,7 +11,7 @@ would change nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,12 +19,10 @@ from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, Unknown
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.primitives import kv_problem as rows
-from degarble.kernels.primitives.kv_problem import EntryFormat, entry_format
+from degarble.kernels.primitives.kv_problem import EntryFormat, Pages, entry_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from degarble.kernels.primitives.kv_problem import Pages
 
 
 # --------------------------------------------------------------------------------------------------
@@ -48,8 +46,12 @@ TILES_OF_SPLIT_OF_V32 = 16  # 2048 keys are two equal splits
 TILES_OF_FOUR_SPLITS = 10  # up to 640 keys of few tokens; beyond, splits for another kernel
 SPLITS_APART = 16
 MODES = ("prefill", "decode")
+SM90A = "sm_90a"
 EXPERIMENT = "experiment-nvfp4"  # queries in NVFP4 as well; docs/design-notes/attention_kernel.md
 EXPERIMENT_ENTRY = "nvfp4-v41"  # all of a key is NVFP4, its turned values too
+ROWS = "bf16"  # the format of rows as kv_read leaves them
+MOST_READ = 1 << 26  # bytes of rows to which a prompt's entries with codes are read first
+PARTS = 2  # in which a tile comes and goes where warpgroups weigh in turns
 PRODUCTS = ("bf16", EXPERIMENT)  # of queries and keys; nothing chooses the second by itself
 COUNTS_BYTES = 4 * HEADS * CONSUMERS  # peaks or totals, a float32 each
 MOST_AHEAD = 26_880  # bytes in which codes of the next tile wait
@@ -210,6 +212,8 @@ class AttentionForm:
     together: int  # splits that merge in a cluster; 1: there are none, 0: another kernel merges
     target: str
     width: int = rows.WIDTH  # of a key
+    turns: bool = False  # warpgroups weigh in turns: sm90_attention_turns
+    reads: bool = False  # entries with codes are read to BF16 rows first
 
     @property
     def format(self) -> EntryFormat:
@@ -328,6 +332,20 @@ def registers(entry: EntryFormat) -> tuple[int, int]:
     return (200, 56) if gather_plan(entry).warpgroups > 1 else (208, 88)
 
 
+def registers_in_turns() -> tuple[int, int]:
+    """Return the same where warpgroups weigh in turns.
+
+    Trap: a thread block has what it was launched with, 384 times 168 registers. 224 beside 64
+    would be within the register file, and be waited for forever.
+    """
+    return 224, 56
+
+
+def launched_registers(threads_of_block: int) -> int:
+    """Return the registers that a thread block is launched with, and may divide."""
+    return REGISTER_FILE // threads_of_block // 8 * 8 * threads_of_block
+
+
 def columns_at_once(entry: EntryFormat) -> int:
     """Return the columns of an output wgmma: 256 take 158 registers of a thread at the start."""
     return COLUMNS // gather_plan(entry).warpgroups
@@ -350,6 +368,19 @@ def laid_over(entry: EntryFormat) -> bool:
 def exchanged_bytes(entry: EntryFormat) -> int:
     """Return the bytes of exchanged logits, beyond those that overlay shares."""
     return (2 if laid_over(entry) else 4) * HEADS * TILE if halved(entry) else 0
+
+
+def shares_over_keys(entry: EntryFormat) -> bool:
+    """Return whether shares of a pair's first tile overlay its turned key: V3.2, in turns."""
+    return entry.width > rows.WIDTH
+
+
+def memory_in_turns(entry: EntryFormat) -> SharedMemory:
+    """Return the shared memory of a thread block whose warpgroups weigh in turns: BF16 entries."""
+    held = shared_memory(entry)
+    buffers = 1 if shares_over_keys(entry) else 2
+    of_parts = BARRIER_BYTES * (PARTS - 1)
+    return replace(held, shares=held.shares * buffers, exchanged=0, others=held.others + of_parts)
 
 
 def shared_memory(entry: EntryFormat) -> SharedMemory:
@@ -395,11 +426,36 @@ def merges_apart(problem: AttentionProblem) -> bool:
     return choose_splits(problem) > MOST_TOGETHER
 
 
+def rows_of_pages(pages: Pages) -> Pages:
+    """Return the pages of BF16 rows to which a cache's entries are read, slot by slot."""
+    return Pages(ROWS, pages.entries, pages.count, width=pages.width)
+
+
+def in_turns(problem: AttentionProblem) -> bool:
+    """Return whether warpgroups weigh in turns on Hopper, if entries are BF16 rows."""
+    return problem.mode == "prefill" and choose_splits(problem) == 1
+
+
+def reads_first(problem: AttentionProblem) -> bool:
+    """Return whether all entries are read to BF16 rows before attention: a prompt's, with codes.
+
+    Every entry is named by many tokens, and decoding it for each of them costs more. The size of
+    the caches decides, not the number of tokens: a token has the bits that it has alone.
+    """
+    size = sum(of.pages.slots for of in problem.lists) * 2 * problem.family.key
+    coded = problem.window.pages.entry != ROWS
+    return coded and in_turns(problem) and size <= MOST_READ
+
+
 def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
     """Return the form that solves a problem."""
     entry = problem.window.pages.entry
     together = 0 if merges_apart(problem) else choose_splits(problem)
-    return AttentionForm(entry, problem.lengths, together, target, problem.family.key)
+    form = AttentionForm(entry, problem.lengths, together, target, problem.family.key)
+    if target != SM90A or not in_turns(problem):
+        return form
+    reads = reads_first(problem)
+    return replace(form, entry=ROWS if reads else entry, turns=reads or entry == ROWS, reads=reads)
 
 
 def grid(problem: AttentionProblem) -> int:

@@ -10,5 +10,5 @@ from degarble.kernels.attention import sm90_sparse_attention as hopper
 from degarble.kernels.attention.sm100_attention_kernel import launch_attention
 from degarble.kernels.runtime.targets import SM100A
 
-KERNEL = replace(hopper.KERNEL, entry=launch_attention, target=SM100A)
+KERNEL = replace(hopper.KERNEL, entry=launch_attention, target=SM100A, before=hopper.rounded)
 compile_form = KERNEL.compile_form

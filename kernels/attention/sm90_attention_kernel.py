@@ -22,7 +22,6 @@ begin the next tile's logits; wait for P V; arrive at empty. Splits end in the w
 from typing import Any, NamedTuple
 
 import cutlass
-from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -35,7 +34,7 @@ from degarble.kernels.attention.problem import AttentionForm
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.primitives import kv_problem as rows
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import follow
 
 NAN = float("nan")
 QUADS = 4  # lanes that share a row
@@ -132,13 +131,7 @@ def attention_kernel(
                 cute.arch.cluster_wait()
     else:
         cute.arch.setmaxregister_increase(multiplying)
-        lane = AttentionLane(
-            group,
-            thread % facts.WARPGROUP // rows.LANES * 16 + thread % rows.LANES // QUADS,
-            thread % QUADS,
-            thread % facts.WARPGROUP // rows.LANES,
-            thread % rows.LANES,
-        )
+        lane = lane_of(group, thread)
         load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
         output = wgmma_of_output(facts.columns_at_once(form.format))
         sums = mainloop.sums_of(output, facts.COLUMNS)
@@ -169,6 +162,17 @@ def attention_kernel(
             cute.arch.cluster_wait()
 
 
+def lane_of(group: Any, thread: Any) -> AttentionLane:
+    """Return a thread's position in its warpgroup, and in the fragment."""
+    return AttentionLane(
+        group,
+        thread % facts.WARPGROUP // rows.LANES * 16 + thread % rows.LANES // QUADS,
+        thread % QUADS,
+        thread % facts.WARPGROUP // rows.LANES,
+        thread % rows.LANES,
+    )
+
+
 @cute.jit
 def begin_barriers(memory: Sm90AttentionMemory, how: cutlass.Constexpr) -> None:
     """Initialise, in one thread, the barriers of the stages and of the cluster exchange."""
@@ -186,10 +190,13 @@ def shared_memory(form: AttentionForm) -> Sm90AttentionMemory:
     """Divide the shared memory of a thread block."""
     allocator = cutlass.memory.SmemAllocator()
     swizzle = mainloop.Swizzle.K_SW128
+    turned = facts.memory_in_turns(form.format)
+    buffers = turned.shares // (2 * facts.HEADS * facts.TILE) if form.turns else 1
+    parts = facts.PARTS if form.turns else 1
     layouts = (
         mainloop.staged_layout(BFloat16, facts.HEADS, form.width, 1, swizzle),
         mainloop.staged_layout(BFloat16, facts.TILE, form.width, facts.STAGES, swizzle),
-        mainloop.staged_layout(BFloat16, facts.HEADS, facts.TILE, 1, swizzle),
+        mainloop.staged_layout(BFloat16, facts.HEADS, facts.TILE, buffers, swizzle),
     )
     pointers = [
         allocator.allocate_array(BFloat16, cute.cosize(layout), byte_alignment=facts.ALIGNMENT)
@@ -200,18 +207,21 @@ def shared_memory(form: AttentionForm) -> Sm90AttentionMemory:
         for at, layout in zip(pointers, layouts, strict=True)
     ]
     counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
-    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES + 1)
+    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES * parts + 1)
     masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
     queries_at, keys_at, shares_at = (Uint32(at.toint()) for at in pointers)
     codes, partner = (
         # At least four words: a format without codes, or without an exchange, has size 0.
         allocator.allocate_array(Uint32, size // 4 or 4, byte_alignment=16)
-        for size in (facts.gather_plan(form.format).ahead_bytes, facts.exchanged_bytes(form.format))
+        for size in (
+            facts.gather_plan(form.format).ahead_bytes,
+            0 if form.turns else facts.exchanged_bytes(form.format),
+        )
     )
     others = (Uint32(each.toint()) for each in (barriers, masks, codes))
     places = gather.TileAddresses(keys_at, *others)
     queries, keys, shares = tensors
-    given = places.full + 2 * facts.STAGES * 8
+    given = places.full + 2 * facts.STAGES * parts * 8
     at = (queries_at, shares_at, Uint32(counts.toint()), Uint32(partner.toint()), given)
     # Keys and values are the same bytes; only the layout differs.
     values = cute.make_tensor(keys.iterator, layout_of_values(form.width))
@@ -593,24 +603,3 @@ def store_output(
             number = Int64(place.token) * Int64(place.heads) + Int64(head)
             chunk = number * gather.CHUNKS + Int64(first + Uint32(lane.lane))
             ptx.store_16(addresses.out + chunk * gather.CHUNK, words)
-
-
-@cute.jit
-def launch_attention(
-    pointers: tuple[cute.Pointer, ...],
-    extents: tuple[Any, ...],
-    scale: Float32,
-    form: cutlass.Constexpr,
-    stream: CUstream,
-) -> None:
-    """Launch a form; the last of the extents is the number of thread blocks."""
-    *inner, blocks = extents
-    addresses = AttentionAddresses(*(Int64(pointer.toint()) for pointer in pointers))
-    attention_kernel(addresses, tuple(inner), scale, form).launch(
-        grid=[blocks, 1, 1],
-        block=[facts.threads(form.format), 1, 1],
-        cluster=[max(1, form.together), 1, 1],
-        min_blocks_per_mp=1,
-        use_pdl=EARLY,
-        stream=stream,
-    )

@@ -9,8 +9,10 @@ Slots are int32 numbers of cache entries. -1 is skipped. A slot beyond the cache
 output NaN, so that the error shows. A repeated slot counts each time. With lengths, only that many
 slots of each list count. A token without keys gets zeros, and -inf as LSE. LSE is the natural
 logarithm of the sum over keys, without the sink. The rotation is not undone in the output. Entries
-that no slot names are never read. V3.2's queries and entries have 576 numbers, the latent and the
-rotated key, of which 512 are the value; it has one list, and no sinks (None).
+that no slot names are never read, but for a prompt's caches with codes of up to 64 MiB as rows: all
+of those are read to BF16 rows first, and rows that no slot names are used for nothing. V3.2's
+queries and entries have 576 numbers, the latent and the rotated key, of which 512 are the value; it
+has one list, and no sinks (None).
 
 Decoding uses equal splits of at most 576 keys (V3.2: 1024), merged in order in a cluster or, beyond
 eight, by a second kernel. A token's bits depend on its own keys and the widths of lists, never on
@@ -25,6 +27,7 @@ import torch
 from cutlass import Float32, Int32, Uint8
 from torch import Tensor
 
+from degarble.harness.base.errors import InvalidArgument
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention import simt_attention_merge as merging
 from degarble.kernels.attention.problem import (
@@ -34,7 +37,7 @@ from degarble.kernels.attention.problem import (
     KeyList,
     MergeProblem,
 )
-from degarble.kernels.attention.sm90_attention_kernel import launch_attention
+from degarble.kernels.attention.sm90_attention_turns import launch_attention
 from degarble.kernels.cache import simt_kv_read as reading
 from degarble.kernels.cache import simt_kv_write as writing
 from degarble.kernels.primitives import kv_problem as rows
@@ -83,11 +86,30 @@ def queries_in_nvfp4(q_THL: Tensor, settings: CompileSettings) -> Tensor:
 # Sparse attention on Hopper: one softmax over listed cache entries and, in V4, a sink.
 
 
-def _rounded(problem: AttentionProblem, tensors: Operands, settings: CompileSettings) -> Operands:
+def rounded(problem: AttentionProblem, tensors: Operands, settings: CompileSettings) -> Operands:
+    """Round queries where the problem says so."""
     q = tensors["q"]
     if q is None or problem.products != facts.EXPERIMENT:
         return tensors
     return {**tensors, "q": queries_in_nvfp4(q, settings)}
+
+
+def rows_of_cache(cache: Tensor, pages: Pages, settings: CompileSettings) -> Tensor:
+    """Return all entries of a cache as BF16 rows, slot by slot."""
+    slots = torch.arange(pages.slots, dtype=torch.int32, device=cache.device)
+    problem = ReadProblem(pages.slots, pages)
+    made = reading.KERNEL.run_one(problem, settings, indices=slots, cache=cache)
+    return made.view(torch.uint8).reshape(pages.count, -1)
+
+
+def _ready(problem: AttentionProblem, tensors: Operands, settings: CompileSettings) -> Operands:
+    made = dict(rounded(problem, tensors, settings))
+    if facts.reads_first(problem):
+        for name, of in zip(("window", "entries"), problem.lists, strict=False):
+            cache = made[f"{name}_cache"]
+            assert cache is not None, "a list that is present has a cache"
+            made[f"{name}_cache"] = rows_of_cache(cache, of.pages, settings)
+    return made
 
 
 def merge_problem(problem: AttentionProblem) -> MergeProblem:
@@ -104,18 +126,19 @@ def _merged(problem: AttentionProblem, tensors: Operands, settings: CompileSetti
 
 def _numbers(of: LaunchContext[AttentionProblem, AttentionForm]) -> tuple[Any, ...]:
     problem = of.problem
+    if of.form.reads != facts.reads_first(problem) and of.form.target == SM90A.name:
+        raise InvalidArgument(
+            "form of attention",
+            of.form,
+            f"reads={facts.reads_first(problem)} for this problem",
+            "Its caches are read before the launch, or are not.",
+        )
     # A list that is absent has width 0.
     near, far = problem.window, problem.entries or replace(problem.window, width=0)
-    of_lists = [
-        number
-        for key_list in (near, far)
-        for number in (
-            key_list.width,
-            key_list.pages.entries,
-            key_list.pages.stride,
-            key_list.pages.slots,
-        )
-    ]
+    of_lists = []
+    for key_list in (near, far):
+        pages = facts.rows_of_pages(key_list.pages) if of.form.reads else key_list.pages
+        of_lists += [key_list.width, pages.entries, pages.stride, pages.slots]
     splits, each = facts.choose_splits(problem), facts.tiles_each(problem)
     extents = (problem.tokens, problem.heads, splits, each, *of_lists, facts.grid(problem))
     return extents, problem.scale
@@ -212,7 +235,7 @@ KERNEL = Kernel[AttentionProblem, AttentionForm](
     numbers=_numbers,
     work=lambda problem: problem.tokens,
     target=SM90A,
-    before=_rounded,
+    before=_ready,
     after=_merged,
 )
 compile_form = KERNEL.compile_form

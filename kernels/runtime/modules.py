@@ -22,6 +22,7 @@ _ROOMS = {
         "sm100_attention_kernel",
         "sm100_sparse_attention",
         "sm90_attention_kernel",
+        "sm90_attention_turns",
         "sm90_sparse_attention",
     ),
     "cache": (

@@ -298,11 +298,11 @@ GROUPS = {
     ),
     "attention": Group(
         _attention(rows.WIDTH, tuple(kv_problem.ENTRIES)),
-        ("sm90_attention_kernel", "simt_attention_merge"),
+        ("sm90_attention_kernel", "sm90_attention_turns", "simt_attention_merge"),
     ),
     "absorbed": Group(
         _attention(rows.WITH_KEY, cache_checks.WITH_KEY),
-        ("sm90_attention_kernel", "simt_attention_merge"),
+        ("sm90_attention_kernel", "sm90_attention_turns", "simt_attention_merge"),
     ),
     "scores": Group(_scores, ("sm90_indexer_scores",)),
     "indexer rows": Group(_operands, ("simt_indexer_operand",)),

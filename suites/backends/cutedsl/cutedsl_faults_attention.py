@@ -61,8 +61,8 @@ def _without_oldest(true: Any, lists: Any, tile: Any, widths: Any, how: Any) -> 
 
 
 def _scaled_by_128(true: Any, *given: Any) -> Any:
-    *others, (scale, stage), entry = given
-    return true(*others, (ops.multiply_rn(scale, 2.0), stage), entry)
+    *others, (scale, *more) = given
+    return true(*others, (ops.multiply_rn(scale, 2.0), *more))
 
 
 def _first_for_none(true: Any, *given: Any) -> Any:
@@ -211,7 +211,7 @@ FAULTS = (
     _of("sink counted twice", _ATTEND, "inverse_total", _sink_twice, "attend", module=_MERGE,
         cause="M30"),
     _of("logits scaled by another width", _ATTEND, "weigh", _scaled_by_128, "attend",
-        module="degarble.kernels.attention.sm90_attention_kernel", cause="M29"),
+        module="degarble.kernels.attention.sm90_attention_turns", cause="M29"),
     _of("window of one less", _ATTEND, "slot_of", _without_oldest, "attend", module=_GATHER,
         prompts=_LONG, cause="M34"),
     _of("last of each list left out", _ATTEND, "within", _one_less, "attend", module=_GATHER,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _GATHER = "degarble.kernels.attention.gather"
 _KERNEL = "degarble.kernels.attention.sm90_attention_kernel"
+_TURNS = "degarble.kernels.attention.sm90_attention_turns"
 _ENTRY = "degarble.kernels.attention.sm90_sparse_attention"
 _MERGE = "degarble.kernels.attention.simt_attention_merge"
 _EXCHANGE = "degarble.kernels.attention.exchange"
@@ -88,38 +89,41 @@ def _first_twice(true: Any, stats: Any, both: Any) -> Any:
     return true(stats[:1] * 2, both[:1] * 2)
 
 
-_DECODE, _PREFILL = checks.Case(far=600, seed=3), checks.Case(far=600, mode="prefill", seed=3)
-_STEEP = checks.Case(far=600, mode="prefill", spread="steep", seed=3)  # peaks move far, or stay
+_DECODE, _WHOLE = checks.Case(far=600, seed=3), checks.Case(far=600, splits=1, seed=3)
+_STEEP = checks.Case(far=600, splits=1, spread="steep", seed=3)  # peaks move far, or stay
+# Prefill goes in turns, codes by way of BF16 rows.
+_PREFILL = checks.Case(far=600, mode="prefill", seed=3)
+_STEEP_PREFILL = replace(_STEEP, mode="prefill", entry="bf16")
 # Few keys, so that the sink's share is no rounding error; two splits.
 _SINK = checks.Case(near=9, far=20, mode="prefill", gaps=0.0, seed=3)
 _SINK_APART = checks.Case(near=9, far=20, splits=2, gaps=0.0, seed=3)
 _APART = checks.Case(far=600, splits=9, seed=3)
 _LENGTHS = checks.Case(tokens=4, far=600, lengths=True, seed=5)
 _FEW = checks.Case(tokens=64, near=9, far=4, gaps=0.0, heads=8, pages=(1, 1))
-_NVFP4 = checks.Case(far=200, entry="nvfp4", mode="prefill", seed=4)
+_NVFP4 = checks.Case(far=200, entry="nvfp4", splits=1, seed=4)
 
 FAULTS = (
     Fault("sink left out", _MERGE, "inverse_total", _without_sink, _SINK),
     Fault("sink left out of the merge", _MERGE, "inverse_total", _without_sink, _SINK_APART),
     Fault("merge without rescaling", _MERGE, "factor_of", _first_only, _DECODE),
     Fault("merging kernel without rescaling", _MERGE, "factor_of", _first_only, _APART),
-    Fault("mask of -1 dropped", _KERNEL, "hide", _nothing, _PREFILL),
+    Fault("mask of -1 dropped", _KERNEL, "hide", _nothing, _WHOLE),
     Fault("running peak without rescaling", _KERNEL, "rescale", _nothing, _STEEP),
-    Fault("scale of the next group", _GATHER, "scale_of_chunk", _next_group, _PREFILL),
+    Fault("scale of the next group", _GATHER, "scale_of_chunk", _next_group, _WHOLE),
     Fault("scales of the next blocks of 16", _GATHER, "scale_of_chunk", _two_further, _NVFP4),
     Fault("list one too long", _GATHER, "within", _one_more, _LENGTHS),
-    Fault("list one too short", _GATHER, "within", _one_less, _PREFILL),
+    Fault("list one too short", _GATHER, "within", _one_less, _WHOLE),
     Fault("slot 0 taken for none", _GATHER, "counts", _without_first, _FEW),
-    Fault("logits of half of the latent", _EXCHANGE, "joined", _own_half, _PREFILL),
+    Fault("logits of half of the latent", _EXCHANGE, "joined", _own_half, _WHOLE),
     Fault("sums of the first split twice", _EXCHANGE, "added", _first_twice, _DECODE),
-    Fault("first tile again and again", _GATHER, "tile_of_step", _never_far, _PREFILL),
+    Fault("first tile again and again", _GATHER, "tile_of_step", _never_far, _WHOLE),
 )
 
 
 # Of V3.2's form: far from what a gate passes, and its own way to codes and scales.
 _OF_V32 = checks.Case(key=576, entry="fp8-v32", near=1300, far=None, seed=3)
 _OF_V32_APART = replace(_OF_V32, splits=9)
-_OF_V32_PREFILL = replace(_OF_V32, mode="prefill", near=200)
+_OF_V32_WHOLE = replace(_OF_V32, splits=1, near=200)
 _WITH_KEY = "degarble.kernels.attention.gather"
 
 
@@ -137,12 +141,43 @@ def _without_key(true: Any, width: int) -> Any:
 
 FAULTS_OF_V32 = (
     Fault("one scale for all blocks", _WITH_KEY, "block_of_chunk", _first_block, _OF_V32),
-    Fault("scale of the row before", _WITH_KEY, "scale_of_turn", _row_before, _OF_V32_PREFILL),
-    Fault("stages of values 512 wide", _KERNEL, "layout_of_values", _without_key, _OF_V32_PREFILL),
-    Fault("a turned key left out", _GATHER, "copy_values", _nothing, _OF_V32_PREFILL),
+    Fault("scale of the row before", _WITH_KEY, "scale_of_turn", _row_before, _OF_V32_WHOLE),
+    Fault("stages of values 512 wide", _KERNEL, "layout_of_values", _without_key, _OF_V32_WHOLE),
+    Fault("a turned key left out", _GATHER, "copy_values", _nothing, _OF_V32_WHOLE),
     Fault("a merge without rescaling", _MERGE, "factor_of", _first_only, _OF_V32),
     Fault("merging kernel without factors", _MERGE, "factor_of", _first_only, _OF_V32_APART),
 )
+
+
+def _first_rows(true: Any, cache: Any, pages: Any, settings: Any) -> Any:
+    return true(cache, pages, settings).roll(1, 0)
+
+
+def _no_factors(true: Any, memory: Any, lane: Any, state: Any, number: int) -> Any:
+    factors = true(memory, lane, state, number)
+    factors.fill(1.0)
+    return factors
+
+
+def _first_shares(true: Any, memory: Any, _number: int, output: Any, entry: Any) -> Any:
+    return true(memory, 0, output, entry)
+
+
+def _unswizzled(true: Any, *given: Any) -> Any:
+    upper, _ = true(*given)
+    return upper, upper + 512
+
+
+FAULTS_IN_TURNS = (
+    Fault("mask of -1 dropped in turns", _TURNS, "hide", _nothing, _PREFILL),
+    Fault("own peaks without rescaling", _TURNS, "rescale_where", _nothing, _STEEP_PREFILL),
+    Fault("taken peaks without rescaling", _TURNS, "taken_peaks", _no_factors, _STEEP_PREFILL),
+    Fault("shares of the first tile twice", _TURNS, "shares_of", _first_shares, _PREFILL),
+    Fault("rows four further on as if swizzled alike", _TURNS, "standing_of", _unswizzled,
+          replace(_PREFILL, entry="bf16")),
+    Fault("rows of the page before", _ENTRY, "rows_of_cache", _first_rows, _PREFILL),
+    Fault("a list one too short in turns", _GATHER, "within", _one_less, _PREFILL),
+)  # fmt: skip
 
 
 @contextmanager
@@ -178,6 +213,8 @@ def verdict(fault: Fault, both: tuple[Any, Any]) -> str:
     problem, (kernel, merge) = case.problem, both
     memory = checks.memory_for(case, given.q.device)
     tensors = checks.operands_of(given) | memory
+    with planted(fault):
+        tensors = kernels.KERNEL.before(problem, tensors, CompileSettings())
     form = facts.choose_form(problem, SM90A.name)
     kernels.KERNEL.launch(kernel, form, problem, tensors)
     if merge is not None:

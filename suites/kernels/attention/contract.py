@@ -158,6 +158,15 @@ def _products_of_v32(kernel: CompiledKernel, _form: AttentionForm) -> None:
     assert products.count("m64n256k16") == 2 * facts.TILE // 16
 
 
+def _products_in_turns(kernel: CompiledKernel, form: AttentionForm) -> None:
+    """Warpgroup 0 has its products twice, in a loop and behind it, warpgroup 1 has them once."""
+    products = _products_of(kernel)
+    assert products.count("m64n64k16") == 3 * form.width // 16
+    assert products.count("m64n256k16") == 3 * 2 * facts.TILE // 16
+    registers = sorted(map(int, re.findall(r"setmaxnreg\S+ \s*(\d+);", kernel.ptx)))
+    assert registers == sorted(facts.registers_in_turns())
+
+
 CODE = [
     *(MachineCode("simt_latent_query", QueryForm(target), 32, fused=0) for target in TARGETS),
     *(MachineCode("simt_attention_merge", MergeForm(target)) for target in TARGETS),
@@ -179,6 +188,15 @@ CODE = [
         )
         for entry in OF_V32[::2]
         for lengths, together in SHAPES[:3]
+    ),
+    *(
+        MachineCode(
+            "sm90_sparse_attention",
+            AttentionForm(facts.ROWS, lengths, 1, "sm_90a", width, turns=True),
+            facts.REGISTER_FILE // 384, more=_products_in_turns, slow=lengths,
+        )
+        for width in (rows.WIDTH, WIDTH)
+        for lengths in (False, True)
     ),
 ]  # fmt: skip
 

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.needs("cutlass")
 
 V4 = checks.Case(far=1024)
 each_fault = pytest.mark.parametrize(
-    "fault", [*faults.FAULTS, *faults.FAULTS_OF_V32], ids=lambda fault: fault.name.replace(" ", "-")
+    "fault",
+    [*faults.FAULTS, *faults.FAULTS_OF_V32, *faults.FAULTS_IN_TURNS],
+    ids=lambda fault: fault.name.replace(" ", "-"),
 )
 
 

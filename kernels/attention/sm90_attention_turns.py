@@ -1,0 +1,474 @@
+"""Sparse attention on Hopper whose two warpgroups weigh in turns: prefill from BF16 entries.
+
+A thread block has one token and 64 heads. Tiles of 64 keys come in pairs. Warpgroup 0 has the
+logits of a pair's first tile, warpgroup 1 those of its second; each has half of the output's
+columns, of all tiles. While one weighs, the other's products keep the matrix unit busy.
+
+* Warpgroup 0: logits; weighs; `FIRST`; adds the first tile, its own shares in registers; `SECOND`;
+  adds the second tile, the other's shares in shared memory.
+* Warpgroup 1: logits; `FIRST`; adds the first tile and weighs meanwhile; `SECOND`; adds the second.
+* Warpgroup 2 (producers) brings tiles in two parts, by columns of the output: `full[stage][part]`,
+  every thread when its copies land, and every warp where masks come with it; `empty[stage][part]`,
+  4 arrivals: the warps of the warpgroup that has these columns.
+
+Both halves of the output have the same order of sums, that of the tiles: peaks, totals and sums are
+brought to the first tile's peak and the first tile is added, 16 keys at a time; then the second.
+Logits are sums over the whole key, 16 values at a time. Where the last pair has one tile, the other
+lies beyond every list and changes no bit. Everything else is that of sm90_attention_kernel.
+"""
+
+from typing import Any
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import gather
+from degarble.kernels.attention import instructions as ptx
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention import simt_attention_merge as merging
+from degarble.kernels.attention import sm90_attention_kernel as base
+from degarble.kernels.gemm import mainloop
+from degarble.kernels.gemm import w4a16_instructions as shared
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.runtime.pdl import EARLY, follow
+
+FIRST, SECOND = 5, 6  # named barriers: shares and peaks of a pair's first tile, of its second
+PARTS = facts.PARTS
+BLOCKS = facts.TILE // 8
+STEPS_OF_TILE = facts.TILE // base.STEP
+STEPS_OF_PART = facts.COLUMNS // base.STEP
+SHARES_BYTES = 2 * facts.HEADS * facts.TILE
+KEY_BLOCK = rows.WIDTH // 64  # V3.2's turned key: read for logits alone, then room for shares
+
+
+@cute.kernel
+def turns_kernel(
+    addresses: base.AttentionAddresses,
+    extents: tuple[Any, ...],
+    scale: Float32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warpgroup: 0 and 1 multiply, 2 brings keys."""
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory = base.shared_memory(form)
+    plan = facts.gather_plan(form.format)
+    multiplying, bringing = facts.registers_in_turns()
+    begin_barriers(memory, plan)
+    cute.arch.sync_threads()
+    follow()
+
+    place = base.place_of(extents)
+    lists, widths, walk = base.lists_of(addresses, extents, place, form)
+    pairs = (walk[2] + 1) // 2
+    if group >= facts.CONSUMERS:
+        cute.arch.setmaxregister_decrease(bringing)
+        even = walk[0], walk[1], 2 * pairs, walk[2]
+        produce_in_parts(lists, widths, even, memory.places, plan)
+    else:
+        cute.arch.setmaxregister_increase(multiplying)
+        lane = base.lane_of(group, thread)
+        base.load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
+        sums = mainloop.sums_of(base.wgmma_of_output(facts.COLUMNS), facts.COLUMNS)
+        # A token without tiles leaves zeros.
+        sums.fill(0.0)
+        peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        # No key yet: exp2(-inf - anything finite) is 0.
+        peaks.fill(-float("inf"))
+        totals.fill(0.0)
+        state = sums, peaks, totals
+        if pairs > 0:
+            if lane.half == 0:
+                first_of_pairs(memory, lane, pairs, state, (scale, form.format))
+            else:
+                second_of_pairs(memory, lane, pairs, state, (scale, form.format))
+        base.share_totals(memory, lane, totals)
+        more = memory.places.tiles, form.sinks
+        base.store_output(addresses, place, lane, state, more)
+
+
+@cute.jit
+def begin_barriers(memory: Any, how: cutlass.Constexpr) -> None:
+    """Initialise the barriers of stages and parts in one thread."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        for stage in cutlass.range_constexpr(facts.STAGES):
+            for part in cutlass.range_constexpr(PARTS):
+                full = memory.places.full + (stage * PARTS + part) * 8
+                # Masks come with the first part.
+                shared.begin_barrier(full, how.arrivals if part == 0 else how.threads)
+                empty = full + facts.STAGES * PARTS * 8
+                shared.begin_barrier(empty, facts.WARPGROUP // rows.LANES)
+        cute.arch.mbarrier_init_fence()
+
+
+def fragments(memory: Any, lane: Any) -> tuple[Any, ...]:
+    """Return instructions and operands of a warpgroup: logits, then shares times values."""
+    products = mainloop.mma_of(BFloat16, facts.TILE)
+    logits = mainloop.sums_of(products, facts.TILE)
+    a = products.make_fragment_A(products.get_slice(0).partition_A(memory.queries))
+    b = products.make_fragment_B(products.get_slice(0).partition_B(memory.keys))
+    output = base.wgmma_of_output(facts.COLUMNS)
+    of_half = facts.COLUMNS, facts.TILE, facts.STAGES
+    columns = cute.local_tile(memory.values, of_half, (lane.half, 0, 0))
+    values = output.make_fragment_B(output.get_slice(0).partition_B(columns))
+    of_registers = base.wgmma_of_output(facts.COLUMNS, warpgroup.OperandSource.RMEM)
+    own = of_registers.make_fragment_A(of_registers.partition_shape_A((facts.HEADS, facts.TILE)))
+    return (products, logits, a, b), (of_registers, own, output, values)
+
+
+def shares_of(memory: Any, number: int, output: Any, entry: Any) -> tuple[Any, Any]:
+    """Return the operand and the address of the shares of a pair's first or second tile."""
+    of_one = facts.HEADS, facts.TILE, 1
+    if facts.shares_over_keys(entry):
+        # The turned key of the first tile has done its part when its shares are known.
+        if number == 0:
+            tensor = cute.local_tile(memory.keys, of_one, (0, KEY_BLOCK, 0))
+            at = memory.places.tiles + KEY_BLOCK * SHARES_BYTES
+        else:
+            tensor, at = memory.shares, memory.shares_at
+    else:
+        tensor = cute.local_tile(memory.shares, of_one, (0, 0, number))
+        at = memory.shares_at + number * SHARES_BYTES
+    return output.make_fragment_A(output.get_slice(0).partition_A(tensor)), at
+
+
+@cute.jit
+def first_of_pairs(
+    memory: Any,
+    lane: Any,
+    pairs: Any,
+    state: tuple[Any, Any, Any],
+    given: tuple[Any, cutlass.Constexpr],
+) -> None:
+    """Weigh the first tile of every pair; add both tiles to the output's first columns."""
+    scale, entry = given
+    of_logits, of_sums = fragments(memory, lane)
+    # Logits are taken to base 2: exp(scale * x) = exp2(scale * log2(e) * x).
+    to_powers = ops.multiply_rn(scale, merging.LOG2_E)
+    phase = Uint32(0)
+    begin_logits(memory, of_logits, (0, phase), 0)
+    begin_logits(memory, of_logits, (0, phase), 1)
+    warpgroup.wait_group(0)
+    for _ in cutlass.range(Int32(1), pairs, unroll=1):
+        first_turn(memory, lane, (of_logits[1], of_sums), state, (to_powers, entry))
+        phase = phase ^ 1
+        begin_logits(memory, of_logits, (0, phase), 0)
+        warpgroup.wait_group(1)
+        give_back(memory, lane, (1, 0))
+        begin_logits(memory, of_logits, (0, phase), 1)
+        # Trap: were they under way where the loop begins anew, ptxas would wait for each.
+        warpgroup.wait_group(0)
+    first_turn(memory, lane, (of_logits[1], of_sums), state, (to_powers, entry))
+    warpgroup.wait_group(0)
+    give_back(memory, lane, (1, 0))
+
+
+@cute.jit
+def first_turn(
+    memory: Any,
+    lane: Any,
+    operands: tuple[Any, Any],
+    state: tuple[Any, Any, Any],
+    given: tuple[Any, cutlass.Constexpr],
+) -> None:
+    """Weigh the first tile, add it, and begin to add the second."""
+    logits, (of_registers, own, output, values) = operands
+    to_powers, entry = given
+    sums = state[0]
+    _, own_at = shares_of(memory, 0, output, entry)
+    theirs, _ = shares_of(memory, 1, output, entry)
+    factors = weigh(memory, lane, (logits, own), state, (to_powers, own_at, 0))
+    rescale_where(sums, factors)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier_arrive(barrier_id=FIRST, number_of_threads=base.CONSUMER_THREADS)
+    add_tile(of_registers, sums, own, (values, 0))
+    warpgroup.wait_group(0)
+    give_back(memory, lane, (0, 0))
+    cute.arch.barrier(barrier_id=SECOND, number_of_threads=base.CONSUMER_THREADS)
+    rescale_where(sums, taken_peaks(memory, lane, state, 1))
+    add_tile(output, sums, theirs[None, None, None, 0], (values, 1))
+
+
+@cute.jit
+def second_of_pairs(
+    memory: Any,
+    lane: Any,
+    pairs: Any,
+    state: tuple[Any, Any, Any],
+    given: tuple[Any, cutlass.Constexpr],
+) -> None:
+    """Weigh the second tile of every pair; add both tiles to the output's other columns."""
+    scale, entry = given
+    of_logits, (of_registers, own, output, values) = fragments(memory, lane)
+    sums = state[0]
+    theirs, _ = shares_of(memory, 0, output, entry)
+    _, own_at = shares_of(memory, 1, output, entry)
+    to_powers = ops.multiply_rn(scale, merging.LOG2_E)
+    phase = Uint32(0)
+    for _ in cutlass.range(Int32(0), pairs, unroll=1):
+        begin_logits(memory, of_logits, (1, phase), 0)
+        begin_logits(memory, of_logits, (1, phase), 1)
+        warpgroup.wait_group(0)
+        cute.arch.barrier(barrier_id=FIRST, number_of_threads=base.CONSUMER_THREADS)
+        rescale_where(sums, taken_peaks(memory, lane, state, 0))
+        add_tile(output, sums, theirs[None, None, None, 0], (values, 0))
+        factors = weigh(memory, lane, (of_logits[1], own), state, (to_powers, own_at, 1))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(barrier_id=SECOND, number_of_threads=base.CONSUMER_THREADS)
+        warpgroup.wait_group(0)
+        give_back(memory, lane, (0, 1))
+        rescale_where(sums, factors)
+        add_tile(of_registers, sums, own, (values, 1))
+        warpgroup.wait_group(0)
+        give_back(memory, lane, (1, 1))
+        phase = phase ^ 1
+
+
+@cute.jit
+def begin_logits(
+    memory: Any,
+    of_logits: tuple[Any, ...],
+    at: tuple[cutlass.Constexpr, Any],
+    part: cutlass.Constexpr,
+) -> None:
+    """Wait for a part of a tile, and issue its products with queries."""
+    products, logits, a, b = of_logits
+    stage, phase = at
+    shared.await_phase(memory.places.full + (stage * PARTS + part) * 8, phase)
+    cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, wgmma reads
+    last = cute.size(a, mode=[2])
+    steps = (0, STEPS_OF_PART, 0) if part == 0 else (STEPS_OF_PART, last, 0)
+    mainloop.multiply_stage(
+        products,
+        logits,
+        a[None, None, None, 0],
+        b[None, None, None, stage],
+        begins=part == 0,
+        steps=steps,
+    )
+
+
+@cute.jit
+def add_tile(mma: Any, sums: Any, shares: Any, of: tuple[Any, cutlass.Constexpr]) -> None:
+    """Issue shares times values of a tile."""
+    mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))  # as in mainloop.multiply_stage
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    values, stage = of
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(STEPS_OF_TILE):
+        cute.gemm(mma, sums, shares[None, None, k], values[None, None, k, stage], sums)
+    warpgroup.commit_group()
+
+
+def give_back(memory: Any, lane: Any, of: tuple[int, int]) -> None:
+    """Arrive at the empty barrier of a stage's part: this warp reads it no more."""
+    stage, part = of
+    cute.arch.sync_warp()
+    number = (facts.STAGES + stage) * PARTS + part
+    shared.arrive(memory.places.full + number * 8, lane.lane == 0)
+
+
+@cute.jit
+def hide(logits: Any, masks: Any, lane: Any) -> None:
+    """Set logits of absent keys to -inf, and those of keys beyond the cache to NaN."""
+    present, beyond = masks[0], masks[1]
+    if (present[0] & present[1]) != 0xFFFF_FFFF:
+        for block in cutlass.range_constexpr(BLOCKS):
+            for i in cutlass.range_constexpr(4):
+                key = Uint32(lane.quad) * 2 + (block % 4 * 8 + i % 2)
+                absent = ops.select(
+                    gather.bit(beyond[block // 4], key) == 1,
+                    Float32(base.NAN),
+                    Float32(-float("inf")),
+                )
+                here = gather.bit(present[block // 4], key) == 1
+                logits[block * 4 + i] = ops.select(here, logits[block * 4 + i], absent)
+
+
+@cute.jit
+def weigh(
+    memory: Any,
+    lane: Any,
+    registers: tuple[Any, Any],
+    state: tuple[Any, Any, Any],
+    step: tuple[Any, Any, cutlass.Constexpr],
+) -> Any:
+    """Turn a tile's logits into shares, in registers and shared memory; return both factors."""
+    _, peaks, totals = state
+    logits, own = registers
+    words = cute.recast_tensor(own, Uint32)
+    to_powers, shares_at, number = step
+    at = memory.places.masks + number * (2 * facts.TILE // 8)
+    masks = [shared.shared_words(at + i * (facts.TILE // 8), 2) for i in range(2)]
+    hide(logits, masks, lane)
+    factors = cute.make_rmem_tensor(2, Float32)
+    for row in cutlass.range_constexpr(2):
+        top = logits[2 * row]
+        # Fragment: per eight columns two of this row, two of the row eight further on.
+        for i in cutlass.range_constexpr(1, 2 * BLOCKS):
+            top = ptx.larger(top, logits[i // 2 * 4 + 2 * row + i % 2])
+        for distance in (1, 2):
+            top = ptx.larger(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
+        top = ops.multiply_rn(top, to_powers)
+        peak = ops.select(top > ops.add_rn(peaks[row], Float32(base.LEEWAY)), top, peaks[row])
+        # -inf while no key has come: -inf - -inf would be NaN.
+        against = merging.finite(peak)
+        factors[row] = ptx.power_of_two(ops.subtract_rn(peaks[row], against))
+        peaks[row] = peak
+        if lane.quad == 0:
+            ptx.store_number(base.counts_at(memory, lane, number, row), peak)
+        total = Float32(0.0)
+        for block in cutlass.range_constexpr(BLOCKS):
+            of = block * 4 + 2 * row
+            pair = [
+                ptx.power_of_two(ops.fma_rn(logits[of + i], to_powers, -against)) for i in range(2)
+            ]
+            total = ops.add_rn(total, ops.add_rn(pair[0], pair[1]))
+            place = gather.address_in_tile(Uint32(lane.row) + 8 * row, Uint32(block))
+            word = ptx.pair_rounded(pair[0], pair[1])
+            ptx.store_word(shares_at + place + Uint32(lane.quad) * 4, word)
+            words[block * 2 + row] = word
+        # Of this lane's keys only; share_totals adds lanes and warpgroups at the end.
+        totals[row] = ops.fma_rn(totals[row], factors[row], total)
+    return factors
+
+
+@cute.jit
+def taken_peaks(
+    memory: Any, lane: Any, state: tuple[Any, Any, Any], number: cutlass.Constexpr
+) -> Any:
+    """Take the peaks that the other warpgroup has found; return the factors to them."""
+    _, peaks, totals = state
+    factors = cute.make_rmem_tensor(2, Float32)
+    for row in cutlass.range_constexpr(2):
+        peak = ptx.number_at(base.counts_at(memory, lane, number, row))
+        factors[row] = ptx.power_of_two(ops.subtract_rn(peaks[row], merging.finite(peak)))
+        peaks[row] = peak
+        totals[row] = ops.multiply_rn(totals[row], factors[row])
+    return factors
+
+
+@cute.jit
+def rescale_where(sums: Any, factors: Any) -> None:
+    """Bring sums to new peaks if a row of the warp has one; decided by warp: none diverges."""
+    if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+        base.rescale(sums, [factors[0], factors[1]])
+
+
+# ---- bringing BF16 entries in parts --------------------------------------------------------------
+
+LANES_OF_ROW = 8  # lanes that bring 128 bytes of a row
+ROWS_AT_ONCE = rows.LANES // LANES_OF_ROW
+BLOCK_BYTES = facts.TILE * 128
+ORDER = ((0, 0), (0, 1), (1, 0), (1, 1))  # stage and part, as they are given back
+
+
+@cute.jit
+def produce_in_parts(
+    lists: tuple[gather.List, gather.List],
+    widths: tuple[Any, Any],
+    walk: tuple[Any, ...],
+    places: gather.TileAddresses,
+    how: cutlass.Constexpr,
+) -> None:
+    """Bring both tiles of every pair, each part as soon as it is given back."""
+    pairs = walk[2] // 2
+    slots = slots_of_pair(lists, Int32(0), walk, widths, how)
+    lane, warp = gather.standpoint(how)
+    targets = standing_of(places.tiles, lane, warp, how)
+    phase = Uint32(1)  # the first wait for an empty part returns at once
+    for pair in cutlass.range(Int32(0), pairs, unroll=1):
+        found = [
+            gather.rows_of(
+                slots[stage], lists, gather.tile_of_step(2 * pair + stage, walk, widths), widths,
+                how,
+            )
+            for stage in range(facts.STAGES)
+        ]  # fmt: skip
+        slots = slots_of_pair(lists, pair + 1, walk, widths, how)
+        for turn in cutlass.range_constexpr(len(ORDER)):
+            stage, part = ORDER[turn]
+            full = places.full + (stage * PARTS + part) * 8
+            shared.await_phase(full + facts.STAGES * PARTS * 8, phase)
+            copy_part(found[stage], targets, (stage, part), how)
+            ptx.arrive_behind_copies(full)
+            if part == 0:
+                if lane == 0:
+                    gather.leave_masks(found[stage], places.masks, (Uint32(stage), warp), how)
+                cute.arch.sync_warp()
+                shared.arrive(full, lane == 0)
+        phase = phase ^ 1
+    ptx.end_of_copies()
+
+
+def slots_of_pair(
+    lists: tuple[gather.List, gather.List],
+    pair: Any,
+    walk: tuple[Any, ...],
+    widths: tuple[Any, Any],
+    how: Any,
+) -> tuple[Any, Any]:
+    """Issue the reads of a lane's slots of both tiles of a pair."""
+    tiles = [gather.tile_of_step(2 * pair + stage, walk, widths) for stage in range(2)]
+    first, second = (gather.slot_of(lists, tile, widths, how) for tile in tiles)
+    return first, second
+
+
+def standing_of(tiles_at: Any, lane: Any, warp: Any, how: Any) -> tuple[Any, Any]:
+    """Return where a lane's chunk lies in its first row, and in the row four further on."""
+    first = warp * how.rows_of_warp + lane // LANES_OF_ROW
+    chunk = lane % LANES_OF_ROW
+    upper, lower = (
+        tiles_at + gather.address_in_tile(row, chunk) for row in (first, first + ROWS_AT_ONCE)
+    )
+    return upper, lower
+
+
+def copy_part(
+    found: gather.GatheredRows, targets: tuple[Any, Any], at: tuple[int, int], how: Any
+) -> None:
+    """Issue cp.async of a part's columns of a warp's rows, 128 bytes of four rows at once."""
+    lane, _ = gather.standpoint(how)
+    stage, part = at
+    blocks = how.entry.width // 64
+    some = range(blocks // 2) if part == 0 else range(blocks // 2, blocks)
+    for turn in range(how.rows_of_warp // ROWS_AT_ONCE):
+        row = lane // LANES_OF_ROW + turn * ROWS_AT_ONCE
+        source = found.cache + Int64(gather.of_row(found.values, row)) * gather.CHUNK
+        source = source + Int64(lane % LANES_OF_ROW) * gather.CHUNK
+        size = gather.bit(found.present, row) * gather.CHUNK
+        # Rows eight apart have the same swizzle.
+        first = stage * (facts.TILE * how.entry.width * 2) + turn // 2 * 1024
+        for block in some:
+            ptx.copy_16_at(
+                (targets[turn % 2], first + block * BLOCK_BYTES), (source, block * 128), size
+            )
+
+
+# ---- launch --------------------------------------------------------------------------------------
+
+
+@cute.jit
+def launch_attention(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    scale: Float32,
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form; the last of the extents is the number of thread blocks."""
+    *inner, blocks = extents
+    addresses = base.AttentionAddresses(*(Int64(pointer.toint()) for pointer in pointers))
+    kernel = turns_kernel if form.turns else base.attention_kernel
+    kernel(addresses, tuple(inner), scale, form).launch(
+        grid=[blocks, 1, 1],
+        block=[facts.threads(form.format), 1, 1],
+        cluster=[max(1, form.together), 1, 1],
+        min_blocks_per_mp=1,
+        use_pdl=EARLY,
+        stream=stream,
+    )

@@ -1,0 +1,103 @@
+"""Sparse attention in turns: its barriers in a host model, its registers and shared memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention.problem import AttentionProblem, KeyList
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.kv_problem import ENTRIES, EntryFormat, Pages, entry_format
+from degarble.kernels.runtime.kernel import LaunchContext
+from degarble.kernels.runtime.targets import SM90A, SM100A
+from degarble.suites.kernels.attention import turns_model as model
+from degarble.suites.kernels.contract import kernels_of
+
+ALL = [*ENTRIES.values(), *(entry_format(name, 576) for name in ("fp8-v32", "bf16"))]
+
+
+def test_every_interleaving_reads_what_it_means() -> None:
+    for seed in range(300):
+        model.run(random.Random(seed).randint(1, 5), seed)
+
+
+@pytest.mark.parametrize("fault", model.FAULTS)
+def test_a_fault_of_the_barriers_is_found(fault: str) -> None:
+    found = 0
+    for seed in range(40):
+        try:
+            model.run(4, seed, fault)
+        except AssertionError:
+            found += 1
+    assert found
+
+
+@pytest.mark.parametrize("width", [rows.WIDTH, rows.WITH_KEY])
+def test_a_thread_block_in_turns_has_room(width: int) -> None:
+    entry = entry_format(facts.ROWS, width)
+    held = facts.memory_in_turns(entry)
+    assert held.total <= SM90A.shared_memory_bytes
+    # Shares of both tiles of a pair have places: V3.2's first ones lie over the turned key.
+    shares = 2 * facts.HEADS * facts.TILE
+    assert held.shares + facts.shares_over_keys(entry) * shares == 2 * shares
+    assert facts.gather_plan(entry).warpgroups == 1
+
+
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
+def test_warpgroups_divide_what_the_thread_block_was_launched_with(entry: EntryFormat) -> None:
+    """Trap: one that asks for more waits forever, although the register file has it."""
+    count, bringing = facts.threads(entry), facts.gather_plan(entry).warpgroups
+    several = [facts.registers(entry)]
+    if entry.name == facts.ROWS:
+        several.append(facts.registers_in_turns())
+    for consumer, producer in several:
+        divided = (facts.CONSUMERS * consumer + bringing * producer) * facts.WARPGROUP
+        assert divided <= facts.launched_registers(count)
+
+
+def problem_of(entry: str, slots: int, mode: str = "prefill", splits: int = 0) -> AttentionProblem:
+    keys = KeyList(128, Pages(entry, 64, slots // 64))
+    return AttentionProblem(3, 64, keys, mode=mode, splits=splits)
+
+
+def test_a_prompt_goes_in_turns_and_codes_are_read_first() -> None:
+    most = facts.MOST_READ // 2 // rows.WIDTH
+    for entry, slots, turns, reads in (
+        ("bf16", 64, True, False),
+        ("bf16", 2 * most, True, False),
+        ("fp8", most, True, True),
+        ("nvfp4", 64, True, True),
+        ("fp8", most + 64, False, False),
+    ):
+        form = facts.choose_form(problem_of(entry, slots), SM90A.name)
+        assert (form.turns, form.reads) == (turns, reads)
+        assert form.entry == (facts.ROWS if reads else entry)
+        for other in (problem_of(entry, slots, "decode"), problem_of(entry, slots, splits=2)):
+            form = facts.choose_form(other, SM90A.name)
+            assert (form.entry, form.turns, form.reads) == (entry, False, False)
+        form = facts.choose_form(problem_of(entry, slots), SM100A.name)
+        assert (form.entry, form.turns, form.reads) == (entry, False, False)
+
+
+def test_the_number_of_tokens_chooses_nothing() -> None:
+    for slots in (64, 1 << 20):
+        forms = {
+            facts.choose_form(replace(problem_of("fp8", slots), tokens=tokens), SM90A.name)
+            for tokens in (1, 70, 4096)
+        }
+        assert len(forms) == 1
+
+
+@pytest.mark.needs("cutlass")
+def test_a_form_that_reads_otherwise_is_refused() -> None:
+    kernels = kernels_of("sm90_sparse_attention")
+    small, large = problem_of("fp8", 64), problem_of("fp8", 1 << 20)
+    forms = [facts.choose_form(problem, SM90A.name) for problem in (small, large)]
+    assert kernels.KERNEL.numbers(LaunchContext(large, forms[1], None, 0, {}))
+    for problem, form in zip((small, large), forms[::-1], strict=True):
+        with pytest.raises(InvalidArgument, match="form of attention"):
+            kernels.KERNEL.numbers(LaunchContext(problem, form, None, 0, {}))
