@@ -132,8 +132,9 @@ class GemmTactic:
     rows of A and half of the tile's B. With `swapped` operands the tile's rows are rows of B, and
     the few rows of A are columns of the instruction.
 
-    The last four are for BF16 and FP8 blocks on sm_90a. With `direct` threads write D themselves:
-    its tiles hold too few numbers for pieces of 64 columns.
+    The last five are for BF16 and FP8 blocks on sm_90a. With `direct` threads write D themselves:
+    its tiles hold too few numbers for pieces of 64 columns. With several `folds` (FP8) a warpgroup
+    multiplies so many times 64 rows, one after the other.
     """
 
     rows_up_to: float
@@ -150,6 +151,7 @@ class GemmTactic:
     asked_early: int = 0  # stages of B prefetched to L2 before the previous launch has ended
     direct: bool = False
     columns_up_to: float = float("inf")  # the largest N for which the table chooses this tactic
+    folds: int = 1
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,14 @@ class GemmForm:
 
     def __post_init__(self) -> None:
         tactic = self.tactic
-        few = tactic.direct or tactic.asked_early > 0
+        few = tactic.direct or tactic.asked_early > 0 or tactic.folds > 1
         if few and not self._fits_few():
             raise InvalidArgument(
                 "tactic",
                 tactic,
                 f"products of {BF16.name} or {FP8_BLOCK.name} on {SM90A.name}; swapped and of "
-                "narrow tiles only direct, B asked for early not shared",
+                "narrow tiles only direct, B asked for early not shared, several folds only of "
+                f"{FP8_BLOCK.name}",
                 "Take a tactic of the table.",
             )
         if tactic.together == 1 and (few or not tactic.swapped):
@@ -197,7 +200,9 @@ class GemmForm:
         # A thread reads one scale of B a stage.
         scaled = self.operands == FP8_BLOCK.name and not tactic.swapped
         one_scale = not scaled or FP8_BLOCK.block % tactic.columns == 0
-        return plain and (tactic.direct or not narrow) and asked and one_scale
+        folded = self.operands == FP8_BLOCK.name and not tactic.direct
+        whole = tactic.folds == 1 or (folded and tactic.rows % (PIECE_ROWS * tactic.folds) == 0)
+        return plain and (tactic.direct or not narrow) and asked and one_scale and whole
 
 
 ANY = float("inf")
@@ -207,12 +212,12 @@ MOST_OF_FEW = 24  # stages of tiles of few numbers
 NARROW = 4224  # columns of an H200's 132 processors in tiles of 32
 
 
-def _few(operands: OperandFormat) -> tuple[GemmTactic, ...]:
+def _few(operands: OperandFormat, asked: int) -> tuple[GemmTactic, ...]:
     """Return the tactics of up to 128 rows: threads write D themselves, B is prefetched early.
 
     N of 7168 is 112 tiles of 64; narrow ones take tiles of 32 from 33 rows on, so that more
     processors have work. In clusters of four thread blocks share A, because all of its reads from
-    L2 would be as many bytes as those of B.
+    L2 would be as many bytes as those of B. `asked` stages are prefetched in the last tactic.
     """
     inner = 128 * 8 // operands.code_bits  # rows of 128 bytes
     of = partial(GemmTactic, inner=inner, most_stages=MOST_OF_FEW, direct=True)
@@ -225,14 +230,14 @@ def _few(operands: OperandFormat) -> tuple[GemmTactic, ...]:
         of(64, rows=64, columns=32, asked_early=16, columns_up_to=NARROW),
         of(64, rows=64, columns=64, cluster_columns=4, asked_early=13),
         of(128, rows=128, columns=32, cluster_columns=4, asked_early=10, columns_up_to=NARROW),
-        of(128, rows=128, columns=64, cluster_columns=4, asked_early=9),
+        of(128, rows=128, columns=64, cluster_columns=4, asked_early=asked),
     )
 
 
 # Measured on an H200: docs/design-notes/gemm_kernels.md.
 TACTICS: Mapping[tuple[str, str], tuple[GemmTactic, ...]] = {
     (SM90A.name, BF16.name): (
-        *_few(BF16),
+        *_few(BF16, 9),
         GemmTactic(256, rows=128, columns=128, inner=64),
         GemmTactic(
             512,
@@ -252,8 +257,10 @@ TACTICS: Mapping[tuple[str, str], tuple[GemmTactic, ...]] = {
         GemmTactic(ANY, rows=128, columns=256, inner=64),
     ),
     (SM90A.name, FP8_BLOCK.name): (
-        *_few(FP8_BLOCK),
-        GemmTactic(ANY, rows=128, columns=128, inner=128, cluster_rows=2),
+        *_few(FP8_BLOCK, 4),
+        GemmTactic(256, rows=128, columns=128, inner=128, cluster_rows=2),
+        GemmTactic(1024, rows=128, columns=128, inner=128, cluster_columns=2, columns_up_to=NARROW),
+        GemmTactic(ANY, rows=256, columns=128, inner=128, cluster_columns=2, folds=2),
     ),
     # Not measured, for want of a GPU: docs/design-notes/sm100_gemm.md.
     (SM100A.name, BF16.name): (
@@ -370,7 +377,7 @@ def has_many_rows(form: GemmForm) -> bool:
 def consumers(form: GemmForm) -> int:
     """Return the multiplying warpgroups on sm_90a: 64 rows of the tile each, of A or of B."""
     tactic = form.tactic
-    return (tactic.columns if has_few_rows(form) else tactic.rows) // PIECE_ROWS
+    return (tactic.columns if has_few_rows(form) else tactic.rows) // PIECE_ROWS // tactic.folds
 
 
 def roles(form: GemmForm) -> tuple[WarpgroupRole, ...]:
@@ -390,7 +397,7 @@ def roles(form: GemmForm) -> tuple[WarpgroupRole, ...]:
     return first, WarpgroupRole("consumer", count, min(left, LARGEST_REGISTERS))
 
 
-REGISTERS_BESIDE_SUMS = 48  # of a thread that multiplies: scales, addresses, states of rings
+REGISTERS_BESIDE_SUMS = 40  # of a thread that multiplies: scales, addresses, states of rings
 DECODED_STAGES = 4  # buffers of decoded numbers at most
 MOST_BARRIERS = 2 * (MOST_STAGES + DECODED_STAGES)
 FEW_PADDING = 8  # numbers after each row of a tile of few rows, so that rows begin in other banks
@@ -401,7 +408,7 @@ def overlaps(form: GemmForm) -> bool:
     """Return whether stages of FP8 take turns in two sets of sums: registers suffice for them."""
     a_set = form.tactic.columns // 2
     needed = 3 * a_set + REGISTERS_BESIDE_SUMS  # a tile's sums are the third
-    return form.tactic.direct and roles(form)[1].registers >= needed
+    return form.tactic.folds == 1 and roles(form)[1].registers >= needed
 
 
 def threads(form: GemmForm) -> int:
@@ -429,12 +436,13 @@ class Footprint:
     decoded_bytes: int
     output_bytes: int
     barriers: int
+    factor_bytes: int = 0
 
     @property
     def total(self) -> int:
         """Return the total; alignment adds at most one ALIGNMENT unit for the barriers."""
         held = self.stages * self.stage_bytes + self.decoded_bytes + self.output_bytes
-        return held + self.barriers * BARRIER_BYTES
+        return held + self.factor_bytes + self.barriers * BARRIER_BYTES
 
 
 def footprint(form: GemmForm) -> Footprint:
@@ -448,14 +456,30 @@ def footprint(form: GemmForm) -> Footprint:
     if has_few_rows(form):
         # A whole tile leaves at once there, in BF16, not piece by piece.
         output = form.tactic.rows * (form.tactic.columns + FEW_PADDING) * 2
-    stage = transaction_bytes(form)
+    stage, factors = transaction_bytes(form), factor_bytes(form.tactic)
     # As many barriers as there may be, because their number depends on the result.
     most, others = form.tactic.most_stages, shared_memory_of_others(form)
     held = max(MOST_BARRIERS, 2 * (most + DECODED_STAGES)) * BARRIER_BYTES
-    beside = decoded + output + held + ALIGNMENT + others
+    beside = decoded + output + factors + held + ALIGNMENT + others
     stages = stages_that_fit(stage, beside, form.target, most)
     barriers = 2 * (stages + (decoded_stages(form) if decoded else 0))
-    return Footprint(stages, stage, decoded, output, barriers)
+    barriers += 2 * FACTOR_SLOTS if factors else 0
+    return Footprint(stages, stage, decoded, output, barriers, factors)
+
+
+FACTOR_SLOTS, FACTOR_STAGES = 2, 8  # a slot holds the factors of eight stages
+FACTOR_WARPS = 2  # that read scales and multiply them
+FACTOR_PADDING = 4  # numbers behind a stage's factors, so that eight stages meet no bank twice
+
+
+def factor_stride(tactic: GemmTactic) -> int:
+    """Return the numbers from the factors of a stage's FP8 sums to those of the next."""
+    return tactic.rows + FACTOR_PADDING
+
+
+def factor_bytes(tactic: GemmTactic) -> int:
+    """Return the bytes of all factors in shared memory: none where a thread reads its own."""
+    return 4 * FACTOR_SLOTS * FACTOR_STAGES * factor_stride(tactic) if tactic.folds > 1 else 0
 
 
 def decoded_stages(form: GemmForm) -> int:

@@ -5,12 +5,14 @@ row-major: A's [M, ceil(K / 128)], B's [ceil(N / 128), ceil(K / 128)].
 Roles and ring are those of sm90_gemm_bf16: warpgroup 0 loads by TMA (40 registers), one consumer
   warpgroup per 64 rows. A stage is 128 of K, so all its products share one scale per row of A and
   one per tile of B.
-A tile in a consumer: for each stage wait, issue 4 wgmma (K = 32) into fresh sums, read the next
-  stage's scales from global memory meanwhile, wait for the wgmma, release the stage, and promote:
-  add stage sum times scale to the float32 total by one fma. With two consumers one multiplies while
-  the other promotes. The tensor core sums a stage with 13 fraction bits only (MMA-Sim 2.1.1).
-Few rows as in sm90_gemm_bf16; there stages take turns in two sets of sums, and one is promoted
-  while the next is multiplied. The order of promotions is the same in all.
+A tile in a consumer: for each stage wait, issue 4 wgmma (K = 32) into fresh sums, wait for them,
+  release the stage, and promote: add stage sum times scale to the float32 total by one fma. The
+  tensor core sums a stage with 13 fraction bits only (MMA-Sim 2.1.1).
+Tiles of 128 x 128 and few rows (as in sm90_gemm_bf16): a thread reads the next stage's scales from
+  global memory, and stages take turns in two sets of sums: one is promoted while the next is
+  multiplied. Tiles of 256 x 128: a warpgroup has twice 64 rows, which are multiplied and promoted
+  in turn; two warps beside the loading one leave the products of both scales in shared memory.
+  The order of promotions is the same in all.
 
 The entry point allocates only D and never synchronises. Shape letters: M rows of A, N rows of B, K
 inner, G groups of 128 along K, H blocks of 128 rows of B.
@@ -29,12 +31,14 @@ from degarble.harness.formats.layouts import ceil_div
 from degarble.harness.formats.scalar_ops import ue8m0_decode
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.gemm.entry import GemmOperand, described
 from degarble.kernels.gemm.problem import TMA_ALIGNMENT, GemmForm, GemmProblem, GemmTactic
 from degarble.kernels.runtime.kernel import Storage
 from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM90A
 
+BATCHES = 2  # in which a lane reads its scales of a slot: all at once take too many registers
 BLOCK = 128  # of K and of B's rows that share a scale
 SCALES = {"float32": (Float32, torch.float32, 4), "ue8m0": (Uint8, torch.uint8, 1)}
 
@@ -64,6 +68,7 @@ def gemm_kernel(
     memory = cutlass.memory.SmemAllocator()
     elements = Float8E4M3FN, Float8E4M3FN
     sA, sB, sD, ring = mainloop.stages_of(memory, elements, layouts(form), form)
+    slots = slots_of(memory, form) if cutlass.const_expr(tactic.folds > 1) else None
     boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
     if cutlass.const_expr(not tactic.asked_early):
         mainloop.begin(tactic)
@@ -78,15 +83,21 @@ def gemm_kernel(
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
             mainloop.load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
+        elif cutlass.const_expr(tactic.folds > 1):  # noqa: SIM102  the first is settled when traced
+            if cute.arch.warp_idx() <= facts.FACTOR_WARPS:
+                make_factors(slots, walk, scales, (extents[0], extents[1], steps))
+    elif cutlass.const_expr(tactic.folds > 1):
+        cute.arch.setmaxregister_increase(consuming.registers)
+        mma = mainloop.mma_of(Float8E4M3FN, tactic.columns)
+        consume_folds(ring, slots, walk, (mma, sA, sB, group - 1), (store, sD), steps)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
         mma = mainloop.mma_of(Float8E4M3FN, tactic.columns)
         fragments = mainloop.fragments_of(mma, sA, sB, mine, tactic.columns)
-        scaling = (scales, steps)
         if cutlass.const_expr(tactic.direct):
             outlet = mainloop.direct_outlet_of(store, facts.sides(extents[:2], tactic), mine)
-            consume_few(ring, walk, fragments, outlet, scaling, form)
+            consume_few(ring, walk, fragments, outlet, (scales, steps), form)
         else:
             sums = mainloop.sums_of(mma, tactic.columns)
             outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
@@ -98,8 +109,8 @@ def gemm_kernel(
                 block = column * tactic.columns // BLOCK
                 if cutlass.const_expr(tactic.cluster_columns > 1):
                     block = block_of(column * tactic.columns, extents[1])
-                at = (*rows, block)
-                state = multiply(ring, state, fragments, sums, (scales, at, steps))
+                scaling = (scales, (rows, block), steps)
+                state = multiply_few(ring, state, fragments, sums, scaling, tactic)
                 place = facts.piece_of(row, column, mine, tactic)
                 stored = mainloop.store_tile(outlet, sums, place, stored)
             mainloop.drain(outlet)
@@ -144,6 +155,147 @@ def promote(sums: Any, stage_sums: Any, upper: Any, lower: Any) -> None:
     """
     for i in range(cute.size(sums)):
         sums[i] = ops.fma_rn(stage_sums[i], lower if i // 2 % 2 else upper, sums[i])
+
+
+# ---- factors in shared memory --------------------------------------------------------------------
+#
+# A factor is the product of a row's scale and the tile's, of one stage. Two warps beside the
+# loading one read scales, eight stages of a row side by side, and write their factors to a slot; a
+# thread that multiplies reads one number for each of its rows. Full: an arrival of each of the two
+# warps; empty: one of each multiplying warp.
+
+
+class FactorSlots(NamedTuple):
+    """Shared addresses: factors by slot, stage and row; barriers of full and of empty slots."""
+
+    factors: Any
+    full: Any
+    empty: Any
+    tactic: GemmTactic
+
+
+def slots_of(memory: Any, form: GemmForm) -> FactorSlots:
+    """Allocate the slots of factors, and set up their barriers."""
+    size, count = facts.factor_bytes(form.tactic) // 4, facts.FACTOR_SLOTS
+    factors = Uint32(memory.allocate_array(Float32, size, byte_alignment=16).toint())
+    full = Uint32(memory.allocate_array(Int64, 2 * count, byte_alignment=8).toint())
+    slots = FactorSlots(factors, full, full + count * facts.BARRIER_BYTES, form.tactic)
+    begin_slots(slots, facts.consumers(form) * facts.WARPGROUP // facts.WARP)
+    return slots
+
+
+@cute.jit
+def begin_slots(slots: Any, readers: cutlass.Constexpr) -> None:
+    """Initialise the barriers of the slots."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        for slot in cutlass.range_constexpr(facts.FACTOR_SLOTS):
+            ptx.begin_barrier(slots.full + slot * facts.BARRIER_BYTES, facts.FACTOR_WARPS)
+            ptx.begin_barrier(slots.empty + slot * facts.BARRIER_BYTES, readers)
+
+
+def slot_at(slots: FactorSlots, chunk: Any) -> tuple[Any, Any, Any]:
+    """Return the offset of a chunk's barrier, the address of its factors, and its parity."""
+    at = Uint32(chunk) % facts.FACTOR_SLOTS
+    size = 4 * facts.FACTOR_STAGES * facts.factor_stride(slots.tactic)
+    parity = Uint32(chunk) // facts.FACTOR_SLOTS % 2
+    return at * facts.BARRIER_BYTES, slots.factors + at * size, parity
+
+
+@cute.jit
+def make_factors(slots: Any, walk: Any, scales: BlockScales, extents: tuple[Any, Any, Any]) -> None:
+    """Write the factors of all tiles; a lane has a stage of eight, and every fourth row."""
+    rows, columns, steps = extents
+    tactic = slots.tactic
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp = thread % facts.WARP, thread // facts.WARP - 1
+    own = tactic.rows // facts.FACTOR_WARPS  # rows of a warp
+    together = facts.WARP // facts.FACTOR_STAGES  # rows of an instruction
+    count = own // together // BATCHES
+    stage, first = lane % facts.FACTOR_STAGES, warp * own + lane // facts.FACTOR_STAGES
+    chunk = Int32(0)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, column = mainloop.tile_at(walk, number)
+        begins, block = row * tactic.rows + first, block_of(column * tactic.columns, columns)
+        for begin in cutlass.range(Int32(0), steps, facts.FACTOR_STAGES, unroll=1):
+            step = cutlass.min(begin + stage, steps - 1)
+            barrier, to, parity = slot_at(slots, chunk)
+            of_b = scale_at(scales.b, block, step)
+            target = to + 4 * Uint32(stage * facts.factor_stride(tactic) + first)
+            ptx.await_phase(slots.empty + barrier, parity ^ 1)
+            for batch in cutlass.range(BATCHES, unroll=1):
+                within = [(batch * count + i) * together for i in range(count)]
+                at_rows = [cutlass.min(begins + more, rows - 1) for more in within]
+                read = [scale_at(scales.a, each, step) for each in at_rows]
+                for more, scale in zip(within, read, strict=True):
+                    ptx.store_number(target + 4 * Uint32(more), ops.multiply_rn(scale, of_b))
+            cute.arch.sync_warp()
+            ptx.arrive(slots.full + barrier, lane == 0)
+            chunk += 1
+
+
+@cute.jit
+def consume_folds(
+    ring: Any,
+    slots: Any,
+    walk: Any,
+    operands: tuple[Any, ...],
+    target: tuple[Any, Any],
+    steps: Any,
+) -> None:
+    """Sum up and store all tiles of a warpgroup, 64 rows of a stage after 64 rows.
+
+    `operands` are the instruction, the stages of A and of B, and which warpgroup this is.
+    """
+    mma, sA, sB, mine = operands
+    tactic = slots.tactic
+    folds = tactic.folds
+    thread, _, _ = cute.arch.thread_idx()
+    within = thread % facts.WARPGROUP
+    # wgmma accumulator: a warp has 16 rows, a thread rows g and g + 8 of them.
+    first = mine * folds * facts.PIECE_ROWS + within // facts.WARP * 16 + within % facts.WARP // 4
+    outlet = mainloop.outlet_of_warpgroup(*target, mma, mine)
+    fragments = [
+        mainloop.fragments_of(mma, sA, sB, mine * folds + fold, tactic.columns)
+        for fold in range(folds)
+    ]
+    stage_sums = fragments[0][1]
+    sums = [mainloop.sums_of(mma, tactic.columns) for _ in range(folds)]
+    read = cute.make_rmem_tensor(2 * folds, Float32)
+    state, stored, chunk = mainloop.consumer_state(ring.num_stages), Int32(0), Int32(0)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, column = mainloop.tile_at(walk, number)
+        for total in sums:
+            total.fill(0.0)
+        for step in cutlass.range(steps, unroll=1):
+            barrier, factors, parity = slot_at(slots, chunk + step // facts.FACTOR_STAGES)
+            stage = step % facts.FACTOR_STAGES
+            own = factors + 4 * Uint32(stage * facts.factor_stride(tactic) + first)
+            ring.consumer_wait(state)
+            for fold in cutlass.range_constexpr(folds):
+                _, _, a, b = fragments[fold]
+                mainloop.multiply_stage(
+                    mma, stage_sums, *mainloop.stage_of(a, b, state.index), begins=True
+                )
+                if cutlass.const_expr(fold == 0):
+                    # Meanwhile, and at every stage: ptxas runs wgmma one by one where a branch
+                    # lies between them and their wait.
+                    ptx.await_phase(slots.full + barrier, parity)
+                    for i in cutlass.range_constexpr(2 * folds):
+                        at_row = i // 2 * facts.PIECE_ROWS + i % 2 * 8
+                        read[i] = ptx.shared_number(own + 4 * at_row, 0, 1)
+                warpgroup.wait_group(0)
+                if cutlass.const_expr(fold == folds - 1):
+                    ring.consumer_release(state)
+                promote(sums[fold], stage_sums, read[2 * fold], read[2 * fold + 1])
+            last = (stage == facts.FACTOR_STAGES - 1) | (step == steps - 1)
+            ptx.arrive(slots.empty + barrier, (within % facts.WARP == 0) & last)
+            state.advance()
+        chunk += ceil_div(steps, facts.FACTOR_STAGES)
+        for fold in cutlass.range_constexpr(folds):
+            place = facts.piece_of(row, column, mine * folds + fold, tactic)
+            stored = mainloop.store_tile(outlet, sums[fold], place, stored)
+    mainloop.drain(outlet)
 
 
 # ---- few numbers of D ----------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def complaints(
     `stores` how many TMA stores there are, where it is not one for each piece of a tile.
     """
     (code,) = cubin_facts(kernel.cubin)
-    pieces = form.tactic.columns // facts.piece_columns(form.tactic)
+    pieces = form.tactic.folds * form.tactic.columns // facts.piece_columns(form.tactic)
     pieces = pieces if stores is None else stores
     figures = {
         "spills": (code.spills, False),

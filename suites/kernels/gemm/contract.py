@@ -73,8 +73,9 @@ def _is_fp8(kernel: CompiledKernel, form: GemmForm) -> None:
     _leaves(kernel, form)
     shape = f"m64n{form.tactic.columns}k32.f32.e4m3.e4m3"
     # Overlapped stages: the first, two that take turns, one where their number is even.
-    overlapped = gemm.overlaps(form)
-    stages, promoted = (4, 5) if overlapped else (1, 1)
+    overlapped, folds = gemm.overlaps(form), form.tactic.folds
+    assert overlapped is (folds == 1)
+    stages, promoted = (4, 5) if overlapped else (folds, folds)
     assert gemm_code.wgmmas(kernel.ptx) == 4 * stages * [f"wgmma.mma_async.sync.aligned.{shape}"]
     # A sum of a stage is promoted by one fma; a thread holds so many sums.
     assert len(fused_instructions(kernel.ptx)) == promoted * form.tactic.columns // 2

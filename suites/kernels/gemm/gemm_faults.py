@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from degarble.kernels.runtime.compiling import CompiledKernel
 
 EXTENTS = (300, 520, 1184)  # tails everywhere, and more stages than a ring of pieces has
+MANY = (1100, 520, 1184)  # FP8 tiles of 256 rows, and stages of two slots of factors
 FEW = (5, 5000, 4128)  # swapped operands, and more stages than any ring has
 
 
@@ -90,6 +91,10 @@ def _rows_changed(true: Any, sums: Any, stage_sums: Any, upper: Any, lower: Any)
     true(sums, stage_sums, lower, upper)
 
 
+def _first_block(true: Any, row: Any, rows: Any) -> Any:
+    return true(row * 0, rows)
+
+
 def _of_neighbour(true: Any, number: int, tactic: Any) -> int:
     """Take the scale of the other one of two rows of A."""
     other: int = true(number ^ 1, tactic)
@@ -136,7 +141,8 @@ FAULTS = (
     Fault("tensor scale left out", "nvfp4", _EPILOGUE, "scaled", _no_decode_scale),
     Fault("swizzle of codes", "nvfp4", _STAGES, "chunk_of_codes", _shifted),
     Fault("scale group of the step before", "fp8_block", _FP8, "scale_at", _step_before),
-    Fault("scales of rows changed", "fp8_block", _FP8, "promote", _rows_changed),
+    Fault("scales of rows changed", "fp8_block", _FP8, "promote", _rows_changed, extents=MANY),
+    Fault("scales of the first block", "fp8_block", _FP8, "block_of", _first_block, extents=MANY),
     Fault("scale of the row beside", "fp8_block", _FP8, "factor_of", _of_neighbour, extents=FEW),
     Fault("pairs of rows of B", "bf16", _EPILOGUE, "place_of_word", _unexchanged, extents=FEW),
     Fault("parity of a stage", "bf16", _WGMMA, "consumer_state", _other_parity, violent=True),

@@ -137,6 +137,39 @@ def test_refuses_tactics_of_few_rows(operands: str, target: str, changed: dict[s
         GemmForm(operands, scales, target, replace(FEW, **changed))
 
 
+FOLDED = TACTICS["sm_90a", "fp8_block"][-1]
+
+
+@pytest.mark.parametrize(
+    ("operands", "target", "changed"),
+    [
+        ("bf16", "sm_90a", {}),
+        ("fp8_block", "sm_100a", {}),
+        ("fp8_block", "sm_90a", {"direct": True}),
+        ("fp8_block", "sm_90a", {"folds": 3}),  # 256 rows are no whole folds of 64 for a warpgroup
+    ],
+)
+def test_refuses_folds(operands: str, target: str, changed: dict[str, Any]) -> None:
+    assert GemmForm("fp8_block", "float32", "sm_90a", FOLDED)
+    scales = facts.OPERANDS[operands].scales[0]
+    with pytest.raises(InvalidArgument, match="several folds only of fp8_block"):
+        GemmForm(operands, scales, target, replace(FOLDED, **changed))
+
+
+def test_a_warp_writes_and_reads_factors_in_banks_of_their_own() -> None:
+    stride, rows = facts.factor_stride(FOLDED), facts.WARP // facts.FACTOR_STAGES
+    written = {
+        (stage * stride + row) % 32 for stage in range(facts.FACTOR_STAGES) for row in range(rows)
+    }
+    assert len(written) == facts.WARP
+    assert FOLDED.rows % (facts.FACTOR_WARPS * rows) == 0  # of a warp; it writes four at a time
+    form = GemmForm("fp8_block", "float32", "sm_90a", FOLDED)
+    held = facts.footprint(form)
+    assert held.factor_bytes == 4 * 2 * 8 * stride
+    assert held.total + facts.ALIGNMENT <= TARGETS["sm_90a"].shared_memory_bytes
+    assert (facts.consumers(form), held.stages) == (2, 3)
+
+
 def test_what_a_stage_of_codes_loads() -> None:
     form = GemmForm("nvfp4", "e4m3", "sm_90a", GemmTactic(1.0, rows=64, columns=256, inner=64))
     boxes = {load.name: load.bytes for load in facts.loads(form)}
