@@ -476,10 +476,13 @@ def pool_kernel(tensors: PoolTensors, extents: tuple[Any, ...], form: cutlass.Co
     block = Int32(block)
     numbers = (block // form.groups, block % form.groups, Int32(thread))
     shared = shared_of(form)
-    follow()  # keep_kernel reads what is no output, and waits before it writes
     if cutlass.const_expr(form.alone):
+        follow()
         pool_alone(tensors, shared, extents, numbers, form)
     else:
+        # Not `follow`: keep_kernel reads, before it waits, what launches before this one made.
+        wait_for_front()
+        let_follow()
         pool_new_rows(tensors, shared, extents, numbers, form)
 
 

@@ -39,7 +39,7 @@ from degarble.kernels.rows.mhc_problem import (
     ProjectProblem,
 )
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
-from degarble.kernels.runtime.pdl import EARLY, follow, let_follow, wait_for_front
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 WORDS = 4  # of a lane's 16 bytes
 QUAD = 4  # lanes that share a row
@@ -324,8 +324,7 @@ def store_sums(
 @cute.kernel
 def add_kernel(tensors: ProjectTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Add a token's partial sums, a lane a column; where they are pieces each group has a warp."""
-    wait_for_front()
-    let_follow()
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     tokens, per_group, partials = extents

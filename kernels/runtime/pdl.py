@@ -1,12 +1,15 @@
-"""Programmatic dependent launch (PDL): start a kernel's setup while the one before still runs.
+"""Programmatic dependent launch (PDL): start a kernel's setup while earlier ones still run.
 
-PTX ISA 9.1, griddepcontrol. A kernel that calls `follow` first is launched with `use_pdl=EARLY`:
-its thread blocks may start before the previous launch has ended, and wait in `follow` until it has
-and its writes are visible. All reads and writes of the kernel therefore come after everything
-earlier on the stream, as without PDL; only the setup time of the launch is saved.
+PTX ISA 9.1, griddepcontrol. A kernel that calls `follow` is launched with `use_pdl=EARLY`: its
+thread blocks may start before the previous launch has ended, and wait in `follow` until it has and
+its writes are visible. All reads and writes of the kernel therefore come after everything earlier
+on the stream, as without PDL; only the setup time of the launch is saved. The next launch may be
+set up as soon as all thread blocks of this one have begun, so a chain of short kernels stands ready
+together, each at its wait.
 
-Trap: every thread block has to wait. A kernel whose blocks do not may end before the launch
-preceding it; the next kernel waits for this one only, and would start too soon.
+Traps. Every thread block has to wait: a kernel whose blocks do not may end before the launch
+preceding it; the next kernel waits for this one only, and would start too soon. And what runs
+before the wait may run while any earlier launch does: it may ask L2 for memory, and read none.
 """
 
 from __future__ import annotations
@@ -19,13 +22,10 @@ EARLY: Final = True
 
 
 def follow() -> None:
-    """Wait for the previous launch, then let the next one be set up; call it first in a kernel.
-
-    In the opposite order a chain of short kernels would be set up all at once.
-    """
-    if EARLY:
-        cute.arch.griddepcontrol_wait()
+    """Let the next launch be set up, then wait for the previous one; call it first in a kernel."""
     let_follow()
+    if EARLY:
+        wait_for_front()
 
 
 def let_follow() -> None:
@@ -47,3 +47,8 @@ def fetch_weights(address: Any, size: Any) -> None:
         "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
         write_only_types=[], read_only_args=[address, size],
     )  # fmt: skip
+
+
+def fetch_line(address: Any) -> None:
+    """Ask for the line of a small constant in L2, before `follow`; nothing is read, as above."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
