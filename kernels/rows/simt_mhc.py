@@ -3,7 +3,8 @@
 One source for sm_90a and sm_100a, a part of mhc_problem each:
 
 * coefficients: pre, post [T, S] and mix [T, S, S] from products and squares. Four lanes a token, a
-  row of the mix each; every lane has all powers of its token, so no step of Sinkhorn waits.
+  row of the mix each; every lane has all powers of its token, so no step of Sinkhorn waits. Beyond
+  one warp a scheduler, reciprocals would wait for their unit: there a token has one lane.
 * collapse, head: out[t] = sum_s pre[t, s] * streams[t, s]; a thread has a chunk of every stream.
 * all: both in one launch. The first `leading` thread blocks compute coefficients, the others
   collapse and compute the gates that they need themselves, so no block waits for another. The bits
@@ -38,7 +39,7 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows.mhc_problem import CHUNK_VALUES, STREAMS, MhcMixForm, MhcMixProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_line, follow
 
 WORDS = CHUNK_VALUES // 2  # of two BF16 in a chunk
 
@@ -133,6 +134,62 @@ def four(registers: Any) -> list[Any]:
 
 
 @cute.jit
+def line_factors(powers: list[list[Any]], iterations: Any, epsilon: Any) -> tuple[Any, Any]:
+    """Return the factors of rows and of columns that Sinkhorn's iterations leave, in registers."""
+    columns = [list(column) for column in zip(*powers, strict=True)]
+    rShares, rOfRows, rOfColumns, rFactors = (
+        cute.make_rmem_tensor(STREAMS, Float32) for _ in range(4)
+    )
+    rShares.fill(1.0)
+    rOfRows.fill(1.0)
+    of_columns = facts.columns_at_first(columns, epsilon)
+    put(rOfColumns, of_columns)
+    put(rFactors, facts.reciprocals(of_columns, PROCESSOR))
+    for _ in cutlass.range(1, iterations, unroll=1):
+        told_rows = (four(rFactors), four(rOfRows), epsilon)
+        of_rows, shares = facts.rows_divided(powers, told_rows, PROCESSOR)
+        put(rOfRows, of_rows)
+        put(rShares, shares)
+        told_columns = (shares, four(rOfColumns), epsilon)
+        divided = facts.columns_divided(columns, told_columns, PROCESSOR)
+        put(rOfColumns, divided[0])
+        put(rFactors, divided[1])
+    return rShares, rFactors
+
+
+def store_four(tensor: Any, index: Any, numbers: list[Any]) -> None:
+    """Write four numbers."""
+    registers = cute.make_rmem_tensor(STREAMS, Float32)
+    put(registers, numbers)
+    cute.autovec_copy(registers, tensor[None, index])
+
+
+@cute.jit
+def put_token(tensors: Any, place: tuple[Any, Any], numbers: tuple[Any, ...]) -> None:
+    """Compute a token's coefficients by one lane; `place` is a token and the number of tokens."""
+    wanted_token, tokens = place
+    token = ops.minimum(wanted_token, tokens - 1)
+    iterations, _, _, epsilon = numbers
+    factor = factor_at(tensors, token, numbers)
+    logits = [
+        logits_at(
+            tensors, (token, group), (factor, tensors.scale[min(group, 2)]), facts.COEFFICIENTS
+        )
+        for group in range(2 + STREAMS)
+    ]
+    pre, post = ([facts.gate(number, PROCESSOR) for number in logits[at]] for at in (0, 1))
+    powers = [facts.softmax_row(row, epsilon, PROCESSOR) for row in logits[2:]]
+    rShares, rFactors = line_factors(powers, iterations, epsilon)
+    if wanted_token < tokens:
+        store_four(tensors.pre, wanted_token, [ops.add_rn(gate, epsilon) for gate in pre])
+        store_four(tensors.post, wanted_token, [ops.multiply_rn(gate, 2.0) for gate in post])
+        rows = zip(powers, four(rShares), strict=True)
+        for row, (power, share) in enumerate(rows):
+            made = facts.scaled_row(power, share, four(rFactors))
+            store_four(tensors.mix, wanted_token * STREAMS + row, made)
+
+
+@cute.jit
 def put_coefficients(
     tensors: Any,
     place: tuple[Any, Any, Any, Any],
@@ -154,29 +211,11 @@ def put_coefficients(
         pre = facts.gate(own_logit(tensors, (token, 0, stream), factor), PROCESSOR)
     own = facts.softmax_row(logits, epsilon, PROCESSOR)
     powers = of_token(own, cute.arch.lane_idx())
-    columns = [list(column) for column in zip(*powers, strict=True)]
-    rShares, rOfRows, rOfColumns, rFactors = (
-        cute.make_rmem_tensor(STREAMS, Float32) for _ in range(4)
-    )
-    rShares.fill(1.0)
-    rOfRows.fill(1.0)
-    of_columns = facts.columns_at_first(columns, epsilon)
-    put(rOfColumns, of_columns)
-    put(rFactors, facts.reciprocals(of_columns, PROCESSOR))
-    for _ in cutlass.range(1, iterations, unroll=1):
-        told_rows = (four(rFactors), four(rOfRows), epsilon)
-        of_rows, shares = facts.rows_divided(powers, told_rows, PROCESSOR)
-        put(rOfRows, of_rows)
-        put(rShares, shares)
-        told_columns = (shares, four(rOfColumns), epsilon)
-        divided = facts.columns_divided(columns, told_columns, PROCESSOR)
-        put(rOfColumns, divided[0])
-        put(rFactors, divided[1])
+    rShares, rFactors = line_factors(powers, iterations, epsilon)
     if wanted_token < tokens:
-        rMix = cute.make_rmem_tensor(STREAMS, Float32)
-        put(rMix, facts.scaled_row(own, own_of(four(rShares), stream), four(rFactors)))
+        made = facts.scaled_row(own, own_of(four(rShares), stream), four(rFactors))
         tensors.post[stream, wanted_token] = ops.multiply_rn(post, 2.0)
-        cute.autovec_copy(rMix, tensors.mix[None, wanted_token * STREAMS + stream])
+        store_four(tensors.mix, wanted_token * STREAMS + stream, made)
         if cutlass.const_expr(form.part == "coefficients"):
             tensors.pre[stream, wanted_token] = ops.add_rn(pre, epsilon)
 
@@ -220,12 +259,18 @@ def mhc_kernel(
     form: cutlass.Constexpr,
 ) -> None:
     """Compute coefficients in the first thread blocks, process the streams in the others."""
-    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
+    if cutlass.const_expr(form.part in {"all", "coefficients", "head"}):  # noqa: SIM102  traced
+        if thread + block == 0:
+            for each in (tensors.base, tensors.scale):
+                fetch_line(each.iterator.toint())
+    follow()
     thread, block = Int32(thread), Int32(block)
     tokens, leading, groups, chunks = extents
-    if cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
+    if cutlass.const_expr(form.by_lane):
+        put_token(tensors, (block * form.threads + thread, tokens), numbers)
+    elif cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
         if block < leading:
             lane = block * facts.MIX_THREADS + thread
             token = lane // STREAMS
@@ -266,7 +311,7 @@ def launch_mhc(
     tokens, leading, groups, chunks, iterations, blocks = extents
     scalars = (iterations, *numbers)
     mhc_kernel(tensors, (tokens, leading, groups, chunks), scalars, form).launch(
-        grid=[blocks, 1, 1], block=[facts.MIX_THREADS, 1, 1], use_pdl=EARLY, stream=stream
+        grid=[blocks, 1, 1], block=[form.threads, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 
@@ -340,7 +385,7 @@ def _operand(name: str) -> Operand[MhcMixProblem]:
 KERNEL = Kernel[MhcMixProblem, MhcMixForm](
     entry=launch_mhc,
     operands=tuple(_operand(name) for name in MixTensors._fields),
-    choose_form=lambda problem, target: MhcMixForm(problem.part, target),
+    choose_form=facts.choose_mix_form,
     kinds=((Int32,) * 6, (Float32,) * 3),
     numbers=_numbers,
     work=lambda problem: problem.tokens,
