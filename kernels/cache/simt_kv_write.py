@@ -59,7 +59,7 @@ from degarble.kernels.runtime.operands import (
     DRIVERS_CHOICE,
     DTYPES,
 )
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
 
 THREADS = facts.WARPS * rows.LANES
 CLAIMING_THREADS = 256
@@ -252,6 +252,15 @@ def put_half(
             tensors.cache_1[scales + Int64(chunk // lanes)] = Uint8(code)
 
 
+@cute.jit
+def fetch_weight(tensors: WriteTensors, place: Any, form: cutlass.Constexpr) -> None:
+    """Ask L2 for the norm's weight by the launch's first thread."""
+    if cutlass.const_expr(form.source == "latent"):  # noqa: SIM102  known in tracing
+        if place == 0:
+            size = facts.normed_width(form.width) * (4 if form.weight == "fp32" else 2)
+            fetch_weights(tensors.weight.iterator.toint(), Uint32(size))
+
+
 @cute.kernel
 def write_kernel(
     tensors: WriteTensors,
@@ -261,9 +270,10 @@ def write_kernel(
     form: cutlass.Constexpr,
 ) -> None:
     """Process a token per warp: read, norm, rotate, quantise, store."""
-    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
+    fetch_weight(tensors, Int32(thread) + Int32(block), form)
+    follow()
     tokens, positions, capacity = extents
     entries, pieces, multiplier, shift = pages
     lane = Int32(thread) % rows.LANES

@@ -64,7 +64,7 @@ from degarble.kernels.runtime.kernel import (
     as_vector,
 )
 from degarble.kernels.runtime.operands import DTYPES
-from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_line, fetch_weights, follow
 
 WORDS = CHUNK_VALUES // 2
 
@@ -217,6 +217,8 @@ def norm_kernel(  # noqa: PLR0915  one token: what a thread holds would have to 
     if (thread == 0) & (rank == 0):
         size = CHUNK_VALUES * (4 if form.weight == "fp32" else 2)
         fetch_weights(tensors.weight.iterator.toint(), Uint32(chunks * size))
+        for each in (tensors.base, tensors.scale, *tensors.decode_scales):
+            fetch_line(each.iterator.toint())
     # Others may write here once all have begun.
     cute.arch.cluster_arrive()
     follow()

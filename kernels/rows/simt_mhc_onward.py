@@ -42,7 +42,7 @@ from degarble.kernels.rows.mhc_problem import (
     weighted,
 )
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
-from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_line, fetch_weights, follow
 
 LANES = 32
 
@@ -129,6 +129,24 @@ def fetch_rest(start: Any, row: Any, of_row: Any, rows: cutlass.Constexpr) -> No
         fetch_weights(start + Int64(row) * Int64(of_row) * 16, Uint32(ROW_BYTES))
 
 
+@cute.jit
+def fetch_streams(
+    tensors: OnwardTensors, place: tuple[Any, Any, Any], of_row: Any, tokens: Any
+) -> None:
+    """Ask L2 for what earlier launches than the last one made; `place` is piece, of a stream, lane.
+
+    A lane has a stream of a token, a line of it each; the next lanes have post and mix.
+    """
+    piece, per_stream, lane = place
+    if lane < tokens * STREAMS:
+        start = tensors.streams.iterator.toint() + Int64(piece % per_stream) * ROW_BYTES
+        fetch_line(start + Int64(lane) * (Int64(of_row) * (16 // STREAMS)))
+    token = lane - tokens * STREAMS
+    if (token >= 0) & (token < tokens):
+        fetch_line(tensors.mix.iterator.toint() + Int64(token) * (4 * STREAMS * STREAMS))
+        fetch_line(tensors.post.iterator.toint() + Int64(token) * (4 * STREAMS))
+
+
 @cute.kernel
 def onward_kernel(
     tensors: OnwardTensors, extents: tuple[Any, ...], form: cutlass.Constexpr
@@ -139,6 +157,7 @@ def onward_kernel(
     lane, piece = Int32(thread), Int32(piece)
     tokens, of_row, per_stream = extents  # chunks of a row of the weight, pieces of a stream
     fetch_piece(tensors, piece, of_row, lane)
+    fetch_streams(tensors, (piece, per_stream, lane), of_row, tokens)
     follow()
     project = form.project
     memory = cutlass.memory.SmemAllocator()

@@ -27,7 +27,7 @@ from degarble.kernels.rows import router_problem as facts
 from degarble.kernels.rows.router_problem import LANES, WARPS, RouterForm, RouterProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 from degarble.kernels.runtime.operands import DTYPES
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_line, follow
 
 EVERY_LANE = 0xFFFF_FFFF
 
@@ -144,11 +144,14 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
     form: cutlass.Constexpr,
 ) -> None:
     """Choose a token's experts and compute their weights."""
-    follow()
     tokens, experts, vocabulary = extents
     scale, epsilon = factors
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
+    if cutlass.const_expr(not form.by_table):  # noqa: SIM102  known in tracing
+        if (block == 0) & (thread % LANES == 0) & (thread < experts):  # 32 numbers a line
+            fetch_line(tensors.bias.iterator.toint() + Int64(thread) * 4)
+    follow()
     lane, warp = Uint32(thread) % LANES, Uint32(thread) // LANES
     own = Int32(block) * form.tokens
     column = Uint32(0)  # of shared memory
