@@ -216,6 +216,36 @@ def _codes_on_top(word: Any, primitives: HalfOperations) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
+# Encode eight float32 numbers as above, but bring each code to the top by one integer product.
+#
+# Between its low bits and its exponent a sum has zeros, so a product with 2**28 + 2**6 + 1 adds low
+# bits, bits >> 22 and bits >> 28 in its top four bits, and nothing is carried into them. That takes
+# fewer instructions of the integer pipe: a product is on the other one, and bytes are gathered by
+# permutations.
+
+_TOP_MOVES: Final = (1 << 28) + (1 << 6) + 1
+_EVEN, _ODD = 0x0F0F_0F0F, 0xF0F0_F0F0
+
+
+def e2m1_word_by_products(
+    numbers: Sequence[Any],
+    primitives: WordOperations = WORD_OPERATORS,
+    moves: HalfOperations = HALF_OPERATORS,
+) -> Any:
+    """Return the codes of eight numbers, packed low nibble first."""
+    tops = [moves.low_word(_sum(number, primitives), _TOP_MOVES, 0) for number in numbers]
+    even, odd = _upper_bytes(tops[0::2], moves), _upper_bytes(tops[1::2], moves)
+    even = ops.shift_right(even, 4) & moves.constant(_EVEN)
+    return even | (odd & moves.constant(_ODD))
+
+
+def _upper_bytes(words: Sequence[Any], moves: HalfOperations) -> Any:
+    """Return the upper bytes of four words."""
+    low, high = (moves.bytes_of(words[at], words[at + 1], 0x3373) for at in (0, 2))
+    return moves.bytes_of(low, high, 0x5410)
+
+
+# --------------------------------------------------------------------------------------------------
 # Decode a word of eight E2M1 codes to four words of two BF16 numbers, one integer product a pair.
 #
 # For kernels without a conversion. A code's sign belongs in bit 15 of a BF16 number, its two

@@ -19,6 +19,7 @@ from degarble.kernels.primitives.quantise_problem import (
     LAYOUTS,
     REGISTERS_OF_PROCESSOR,
 )
+from degarble.kernels.runtime.targets import TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +39,10 @@ PROCESSOR_QUARTERS = 4  # of a processor: each has a quarter of its registers, f
 LANES = 32
 NARROW_WARPS = 8  # of a thread block where a warp has rows of its own
 USUAL_WARPS = 7  # of rows up to 7168 wide
+OF_WHOLE_WARP = LANES * SLOTS_OF_LANE * BLOCK  # columns of a warp of which each lane has its blocks
+BLOCKS_OF_WHOLE_WARP = OF_WHOLE_WARP // BLOCK
+ONE_ROW_THREADS = 896  # by which registers are bounded where a thread block has one whole row
+MOST_CODED_WARPS = 8  # of a whole row whose codes need at most 96 registers
 MOST_WARPS = 16
 SMALLEST_COLUMNS, LARGEST_COLUMNS = 64, MOST_WARPS * LANES * SLOTS_OF_LANE * BLOCK
 NORM_WEIGHTS = ("bf16", "fp32")
@@ -53,6 +58,7 @@ class NormProblem:
     weight: str = "bf16"
     layout: str | None = None  # of NVFP4 scales; None writes the normed values alone
     keeps_values: bool = False  # whether the normed values are written as well as the codes
+    decoded: bool = False  # whether beside them BF16 of what their NVFP4 codes stand for is written
 
     def __post_init__(self) -> None:
         if (
@@ -75,6 +81,10 @@ class NormProblem:
         if not 0 <= self.epsilon < 1:
             raise InvalidArgument(
                 "epsilon", self.epsilon, "a number from 0 up to 1", "Models have 1e-6 or 1e-20."
+            )
+        if self.decoded and self.layout is not None:
+            raise InvalidArgument(
+                "layout", self.layout, "none beside decoded values", "Ask for codes, or for these."
             )
         if self.keeps_values and self.layout is None:
             raise InvalidArgument(
@@ -111,7 +121,8 @@ class NormProblem:
         numbers = self.rows * self.columns
         weight = self.columns * (4 if self.weight == "fp32" else 2)
         codes = numbers // 2 if self.layout else 0
-        return 2 * numbers + weight + codes + self.scale_bytes + 2 * numbers * self.writes_values
+        written = 2 * numbers * (self.writes_values + self.decoded)
+        return 2 * numbers + weight + codes + self.scale_bytes + written
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,14 @@ class NormForm:
     most_warps: int  # of a thread block: bounds registers
     roomy: bool  # whether unpacked weights and values have registers
     target: str
+    warps: int = 0  # of a row of whole lines, 0: of any row
+    ahead: bool = True  # whether a row of whole lines is read while the one before is worked on
+    decoded: bool = False
+
+    @property
+    def converts(self) -> bool:
+        """Return whether the target has a conversion to E2M1."""
+        return TARGETS[self.target].converts_e2m1
 
     @property
     def writes_values(self) -> bool:
@@ -134,6 +153,8 @@ class NormForm:
     @property
     def unpacks_twice(self) -> bool:
         """Return whether a row is unpacked again for the product, which saves registers."""
+        if self.warps:
+            return not self.ahead
         return not self.roomy and (self.narrow or self.layout is not None or self.weight == "fp32")
 
     @property
@@ -159,6 +180,9 @@ def choose_norm_form(problem: NormProblem, target: str) -> NormForm:
         most_warps=most_warps(problem.columns),
         roomy=is_roomy(problem),
         target=target,
+        warps=0 if problem.decoded else whole_warps(problem.columns),
+        ahead=problem.layout is not None,
+        decoded=problem.decoded,
     )
 
 
@@ -167,7 +191,12 @@ def choose_norm_tactic(problem: NormProblem) -> NormTactic:
 
     Measured on an H200 at 7168 columns: docs/design-notes/row_kernels.md.
     """
+    if whole_warps(problem.columns) and problem.layout is None and not problem.decoded:
+        return NormTactic(0)  # many thread blocks read at once, so none reads ahead
     registers = 96 if problem.weight == "bf16" else 128
+    if whole_warps(problem.columns) and not problem.decoded:
+        declared = norm_threads_declared(choose_norm_form(problem, ""))
+        registers = REGISTERS_OF_PROCESSOR // declared // 8 * 8
     warps = REGISTERS_OF_PROCESSOR // PROCESSOR_QUARTERS // (registers * LANES) * PROCESSOR_QUARTERS
     return NormTactic(max(1, warps // (norm_threads(problem) // LANES)))
 
@@ -175,7 +204,13 @@ def choose_norm_tactic(problem: NormProblem) -> NormTactic:
 def is_roomy(problem: NormProblem) -> bool:
     """Return whether codes of a row take seven warps: two rows leave 128 registers a thread."""
     seven = lanes_of_row(problem.columns) == USUAL_WARPS * LANES
-    return seven and problem.layout is not None and problem.weight == "bf16"
+    whole = whole_warps(problem.columns) > 0
+    return seven and not whole and problem.layout is not None and problem.weight == "bf16"
+
+
+def whole_warps(columns: int) -> int:
+    """Return the warps of a row of whole lines, 0 for other rows."""
+    return 0 if is_narrow(columns) or columns % OF_WHOLE_WARP else columns // OF_WHOLE_WARP
 
 
 def is_narrow(columns: int) -> bool:
@@ -210,7 +245,12 @@ def norm_grid(problem: NormProblem, tactic: NormTactic, processors: int) -> int:
 
 
 def norm_threads_declared(form: NormForm) -> int:
-    """Return the threads by which ptxas bounds registers: 640 leave 96 a thread, 512 leave 128."""
+    """Return the threads by which ptxas bounds registers: 896 leave 72 a thread, 512 leave 128."""
+    if form.warps:
+        if not form.ahead:
+            return ONE_ROW_THREADS
+        few = form.weight == "bf16" and not form.keeps_values and form.warps <= MOST_CODED_WARPS
+        return 640 if few else 512
     few = 512 if form.roomy else 640
     return max(form.most_warps * LANES, few if form.weight == "bf16" else 0)
 
@@ -251,6 +291,7 @@ def normed(number: Any, weight: Any, factor: Any) -> Any:
 # separate addition and norm.
 
 RESIDUAL_REGISTERS = 128  # a thread: a row and the next one, of both operands
+WHOLE_SUM_THREADS = 768  # by which registers are bounded where a thread block has one whole row
 
 
 @dataclass(frozen=True)
@@ -286,16 +327,20 @@ class ResidualForm:
     rounded: bool
     narrow: bool  # a warp has its rows, not a thread block
     target: str
+    warps: int = 0  # of a row of whole lines, 0: of any row
 
 
 def choose_residual_form(problem: ResidualProblem, target: str) -> ResidualForm:
     """Return the form for a problem."""
     narrow = is_narrow(problem.columns)
-    return ResidualForm(problem.weight, problem.rounded, narrow, target)
+    warps = whole_warps(problem.columns)
+    return ResidualForm(problem.weight, problem.rounded, narrow, target, warps)
 
 
 def choose_residual_tactic(problem: ResidualProblem) -> NormTactic:
-    """Return the tactic: as many walking thread blocks as a processor holds at once."""
+    """Return the tactic: thread blocks that walk, as many as a processor holds, or a row each."""
+    if whole_warps(problem.columns):
+        return NormTactic(0)
     warps = REGISTERS_OF_PROCESSOR // (RESIDUAL_REGISTERS * LANES)
     return NormTactic(max(1, warps // (norm_threads(problem.norm) // LANES)))
 
@@ -305,8 +350,10 @@ def residual_grid(problem: ResidualProblem, tactic: NormTactic, processors: int)
     return norm_grid(problem.norm, tactic, processors)
 
 
-def residual_threads_declared() -> int:
+def residual_threads_declared(form: ResidualForm) -> int:
     """Return the number of threads by which ptxas bounds registers."""
+    if 0 < form.warps <= USUAL_WARPS and form.weight == "bf16":
+        return WHOLE_SUM_THREADS
     declared: int = MOST_WARPS * LANES
     assert declared * RESIDUAL_REGISTERS == REGISTERS_OF_PROCESSOR
     return declared

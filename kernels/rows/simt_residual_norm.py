@@ -3,8 +3,9 @@
 total = x + residual; normed = total / sqrt(mean(total**2) + epsilon) * weight. Weight BF16 or
 float32; the norm takes the float32 sum, or the stored BF16 one. A thread block walks down rows, a
 step of the grid apart; where rows are at most 1,024 wide, each warp walks by itself. The next row's
-x and residual are loaded while a row is worked on. The sum may overwrite the residual, and the
-normed values x.
+x and residual are loaded while a row is worked on. Rows of whole warps (1,024 columns each) have a
+kernel of their own, whose loads and stores are whole lines (whole_rows). The sum may overwrite the
+residual, and the normed values x.
 
 Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
 Shape letters: M rows, K columns.
@@ -31,6 +32,7 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.primitives.quantise_problem import BLOCK
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows import problem as norms
+from degarble.kernels.rows import whole_rows as whole
 from degarble.kernels.rows.problem import (
     LANES,
     MOST_WARPS,
@@ -42,7 +44,7 @@ from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Stor
 from degarble.kernels.runtime.operands import (
     DTYPES,
 )
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
 
 FLAT = 1 << 30
 
@@ -95,16 +97,27 @@ def read(
     cute.autovec_copy(tensors.residual[None, place], ahead[1][None, slot])
 
 
+@cute.jit
+def fetch_weight(
+    tensors: ResidualTensors, place: Any, blocks: Any, form: cutlass.Constexpr
+) -> None:
+    """Ask L2 for the weight by the launch's first thread."""
+    if place == 0:
+        size = BLOCK * (4 if form.weight == "fp32" else 2)
+        fetch_weights(tensors.weight.iterator.toint(), Uint32(blocks * size))
+
+
 @cute.kernel
 def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be handed on
     tensors: ResidualTensors, extents: tuple[Int32, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Walk down the rows: read both, add, sum squares, norm, write both."""
-    follow()
     thread, _, _ = cute.arch.thread_idx()
     first, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
     rows, blocks, lanes = extents
+    fetch_weight(tensors, Int32(thread) + Int32(first), blocks, form)
+    follow()
     blocks, lanes, thread = Uint32(blocks), Uint32(lanes), Uint32(thread)
     lane, warp = thread % LANES, thread // LANES
     lane_block = lane if cutlass.const_expr(form.narrow) else thread
@@ -178,6 +191,63 @@ def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to
                 store(tensors.normed, place, rounded_words(made))
 
 
+@cute.kernel
+def whole_kernel(
+    tensors: ResidualTensors, rows: Int32, epsilon: Float32, form: cutlass.Constexpr
+) -> None:
+    """Walk down rows of whole lines: read both, add, sum squares, norm, write both."""
+    thread, _, _ = cute.arch.thread_idx()
+    first, _, _ = cute.arch.block_idx()
+    step, _, _ = cute.arch.grid_dim()
+    thread, first, step = Int32(thread), Int32(first), Int32(step)
+    lane, warp = thread % LANES, thread // LANES
+    of_row, places = whole.row_bytes(form.warps), whole.places_of(form.warps)
+    fetch_weight(tensors, thread + first, form.warps * norms.BLOCKS_OF_WHOLE_WARP, form)
+    if thread == 0:
+        # An earlier launch than the last one made it.
+        fetch_weights(whole.address_of(tensors.residual, Int64(first) * of_row), Uint32(of_row))
+    follow()
+    allocator = cutlass.memory.SmemAllocator()
+    # Of two turns, so that one barrier a turn is enough.
+    sSums = allocator.allocate_tensor(Float32, cute.make_layout((MOST_WARPS, 2)), 16)
+    behind = whole.first_chunk(thread) * whole.CHUNK_BYTES
+    values, residual, normed, totals = (
+        whole.address_of(tensor, behind)
+        for tensor in (tensors.values, tensors.residual, tensors.normed, tensors.total)
+    )
+    rRow = whole.row_registers(), whole.row_registers()
+    fp32 = form.weight == "fp32"
+    rWeight = whole.row_registers(2 * whole.WORDS if fp32 else whole.WORDS)
+
+    turn = Uint32(0)
+    for row in cutlass.range(first, rows, step, unroll=1):
+        own_row = Int64(row) * of_row
+        for registers, address in zip(rRow, (values, residual), strict=True):
+            whole.read_row(registers, address + own_row, form.warps)
+        of_weight = whole.address_of(tensors.weight, behind * (2 if fp32 else 1))
+        whole.read_weights(rWeight, of_weight, form.warps)
+        pairs = zip(*(whole.chunks_of(registers) for registers in rRow), strict=True)
+        sums = [
+            [ops.add_rn(x, y) for x, y in zip(numbers_of(left), numbers_of(right), strict=True)]
+            for left, right in pairs
+        ]
+        held = []  # of each chunk: its sums, or the words of the stored ones
+        for place, of_chunk in zip(places, sums, strict=True):
+            stored = rounded_words(of_chunk)
+            whole.write_words(totals + own_row, place, stored)
+            held.append(again(stored) if form.rounded else of_chunk)
+        numbers = [numbers_of(each) if form.rounded else each for each in held]
+        total = whole.warp_sum([norms.half_sum(each) for each in numbers])
+        total = whole.row_total(sSums, total, (lane, warp, turn), form.warps)
+        turn = 1 - turn
+        factor = norms.factor_of(total, whole.columns_of(form.warps), epsilon, square_root)
+        for number, words in enumerate(whole.chunks_of(rWeight)):
+            weights = whole.weight_numbers(words if fp32 else again(words))
+            kept = numbers_of(again(held[number])) if form.rounded else held[number]
+            made = [norms.normed(x, w, factor) for x, w in zip(kept, weights, strict=True)]
+            whole.write_words(normed + own_row, places[number], rounded_words(made))
+
+
 @cute.jit
 def launch_residual(
     pointers: tuple[cute.Pointer, ...],
@@ -198,13 +268,23 @@ def launch_residual(
             for each, words in views
         )
     )
-    residual_kernel(tensors, (rows, blocks, lanes), epsilon, form).launch(
-        grid=[walkers, 1, 1],
-        block=[threads, 1, 1],
-        max_number_threads=[facts.residual_threads_declared(), 1, 1],
-        use_pdl=EARLY,
-        stream=stream,
-    )
+    declared = facts.residual_threads_declared(form)
+    if cutlass.const_expr(form.warps):
+        whole_kernel(tensors, rows, epsilon, form).launch(
+            grid=[walkers, 1, 1],
+            block=[form.warps * LANES, 1, 1],
+            max_number_threads=[declared, 1, 1],
+            use_pdl=EARLY,
+            stream=stream,
+        )
+    else:
+        residual_kernel(tensors, (rows, blocks, lanes), epsilon, form).launch(
+            grid=[walkers, 1, 1],
+            block=[threads, 1, 1],
+            max_number_threads=[declared, 1, 1],
+            use_pdl=EARLY,
+            stream=stream,
+        )
 
 
 # ---- host ----------------------------------------------------------------------------------------

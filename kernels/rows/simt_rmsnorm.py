@@ -1,9 +1,13 @@
 """RMSNorm of BF16 rows, optionally with NVFP4 quantisation of the normed values, in one kernel.
 
 out = x / sqrt(mean(x**2) + epsilon) * weight. Weight BF16 or float32; output BF16 values, or NVFP4
-codes and scales of exactly those values, or both. A thread block walks down rows, a step of the
+codes and scales of exactly those values, or both; or, for few rows, values and what their codes
+would stand for (`decoded`, as in quantise_problem). A thread block walks down rows, a step of the
 grid apart; where rows are at most 1,024 wide, each warp walks by itself. A lane has two blocks of
 16 values, the same columns in every row, so BF16 weights stay in registers.
+
+Rows of whole warps (1,024 columns each) have a kernel of their own, whose loads and stores are
+whole lines: there a thread has four halves of blocks (whole_rows). The sums are the same.
 
 One row: take the values from registers; load the next row; sum of squares by shuffles, then over
 warps through shared memory (double-buffered, so one barrier a row); norm; store; block amax, scale
@@ -26,10 +30,14 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import round_up
 from degarble.kernels.primitives.device_words import (
     BLOCK_WORDS,
+    INSTRUCTIONS,
+    PACKED,
     block_amax,
     code_words,
     emit,
+    native_word,
     numbers_of,
+    nvfp4_values,
     rounded_words,
     scale_code_of,
     scaling_of,
@@ -38,8 +46,10 @@ from degarble.kernels.primitives.device_words import (
     warp_folded,
     words_of,
 )
+from degarble.kernels.primitives.e2m1 import e2m1_word_by_products
 from degarble.kernels.primitives.quantise_problem import BLOCK, LAYOUTS, SCALE_CODES
 from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows import whole_rows as whole
 from degarble.kernels.rows.problem import LANES, MOST_WARPS, SLOTS_OF_LANE, NormForm, NormProblem
 from degarble.kernels.runtime.kernel import (
     Kernel,
@@ -50,7 +60,7 @@ from degarble.kernels.runtime.kernel import (
     as_vector,
 )
 from degarble.kernels.runtime.operands import DTYPES
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_line, fetch_weights, follow
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -64,15 +74,16 @@ class NormTensors(NamedTuple):
     normed: Any  # BF16 [M, K]
     codes: Any  # [M, P]
     scales: Any  # scale bytes in their layout
+    decoded: Any = None  # BF16 [M, K]
 
 
 def tensors_of(pointers: tuple[Any, ...], form: NormForm) -> NormTensors:
-    """View the six pointers; bounds are checked by row and block, not by these layouts."""
+    """View six or seven pointers; bounds are checked by row and block, not by these layouts."""
     of_weight = BLOCK if form.weight == "fp32" else BLOCK_WORDS
-    shapes = (BLOCK_WORDS, of_weight, 0, BLOCK_WORDS, BLOCK_WORDS // 4, 0)
+    shapes = (BLOCK_WORDS, of_weight, 0, BLOCK_WORDS, BLOCK_WORDS // 4, 0, BLOCK_WORDS)
     flat = 1 << 30
     views = []
-    for address, words in zip(pointers, shapes, strict=True):
+    for address, words in zip(pointers, shapes[: len(pointers)], strict=True):
         layout = cute.make_layout((words, flat), stride=(1, words)) if words else None
         views.append(cute.make_tensor(address, layout or cute.make_layout(flat)))
     return NormTensors(*views)
@@ -121,6 +132,14 @@ def normed_words(words: list[Any], weights: list[Any], factor: Any) -> list[Any]
     return rounded_words([facts.normed(number, weight, factor) for number, weight in pairs])
 
 
+def decoded_words(words: list[Any], scaling: Any, form: NormForm) -> list[Any]:
+    """Quantise a block to NVFP4; return what its codes stand for."""
+    code = scale_code_of(block_amax(words), scaling.share)
+    factor = codecs.nvfp4_block_encode_scale(code, scaling.encode)
+    halves = [nvfp4_values(half, code) for half in code_words(words, factor, form.target)]
+    return halves[0] + halves[1]
+
+
 @cute.kernel
 def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be handed on
     tensors: NormTensors,
@@ -129,11 +148,12 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
     form: cutlass.Constexpr,
 ) -> None:
     """Walk down the rows: read, sum, norm, write the requested outputs."""
-    follow()
     thread, _, _ = cute.arch.thread_idx()
     first, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
     rows, blocks, padded_rows, lanes, threads = extents
+    fetch_constants(tensors, Int32(thread) + Int32(first), blocks, form)
+    follow()
     rows, blocks, lanes, thread = Uint32(rows), Uint32(blocks), Uint32(lanes), Uint32(thread)
     lane, warp = thread % LANES, thread // LANES
     layout = LAYOUTS[form.layout_walked]
@@ -165,12 +185,13 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
     for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
         block = lane_block + slot * lanes
         if block < blocks:
-            if cutlass.const_expr(form.weight != "fp32"):
-                cute.autovec_copy(tensors.weight[None, block], rWeight[None, slot])
+            cute.autovec_copy(tensors.weight[None, block], rWeight[None, slot])
             if Uint32(first) < rows:
                 place = Int64(first) * Int64(blocks) + Int64(block)
                 cute.autovec_copy(tensors.values[None, place], rAhead[None, slot])
 
+    if cutlass.const_expr(form.decoded):
+        scaling = scaling_of(tensors.decode_scale[0], None)  # read beside the first row
     turn = Uint32(0)
     for row in cutlass.range(first, Int32(padded_rows), step, unroll=1):
         start = Int64(row) * Int64(blocks) + Int64(lane_block)
@@ -195,15 +216,16 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
 
         for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
             block, place = lane_block + slot * lanes, start + Int64(slot * lanes)
-            if cutlass.const_expr(form.weight == "fp32"):  # noqa: SIM102  as above
-                if block < blocks:
-                    cute.autovec_copy(tensors.weight[None, block], rWeight[None, slot])
             weights = weights_of(rWeight, slot, form)
             made = normed_words(kept_words(words[slot], form), weights, factor)
             exists = (Uint32(row) < rows) & (block < blocks)
             if cutlass.const_expr(form.writes_values):  # noqa: SIM102  as above
                 if exists:
                     store(tensors.normed, place, made)
+            if cutlass.const_expr(form.decoded):
+                values = decoded_words(made, scaling, form)
+                if exists:
+                    store(tensors.decoded, place, values)
             if cutlass.const_expr(form.layout is not None):
                 scale_code = scale_code_of(block_amax(made), scaling.share)
                 codes = code_words(made, sFactors[scale_code & 0x7F], form.target)
@@ -217,6 +239,146 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
                     tensors.scales[at] = Uint8(scale_code)
 
 
+# ---- rows of whole lines -------------------------------------------------------------------------
+
+
+def larger_halves(words: list[Any]) -> Any:
+    """Return a word of the largest magnitudes in both halves of words; signs mean nothing."""
+    largest = words[0]
+    for word in words[1:]:
+        text = "max.xorsign.abs.bf16x2 {$w0}, {$r0}, {$r1};"
+        largest = emit(text, Uint32, largest, word)
+    return largest
+
+
+def pair_code(words: list[list[Any]], odd: Any, share: Any) -> Any:
+    """Return the scale code of one of two blocks, of which neighbouring threads have a half each.
+
+    `words` are those of both halves of a thread; an odd thread scales the second block.
+    """
+    first, second = (larger_halves(of_half) for of_half in words)
+    own, sent = ops.select(odd, second, first), ops.select(odd, first, second)
+    other = Uint32(cute.arch.shuffle_sync_bfly(sent, offset=1))
+    return scale_code_of(block_amax([own, other]), share)
+
+
+def pair_words(words: list[list[Any]], factor: Any, odd: Any, form: NormForm) -> list[Any]:
+    """Return the codes of a thread's halves of two blocks; `factor` is that of its own block."""
+    other = Float32(cute.arch.shuffle_sync_bfly(factor, offset=1))
+    factors = ops.select(odd, other, factor), ops.select(odd, factor, other)
+    made = []
+    for of_half, of_block in zip(words, factors, strict=True):
+        scaled = [ops.multiply_rn(number, of_block) for number in numbers_of(of_half)]
+        if form.converts:
+            made.append(native_word(scaled))
+        else:
+            made.append(e2m1_word_by_products(scaled, INSTRUCTIONS, PACKED))
+    return made
+
+
+@cute.kernel
+def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to be handed on
+    tensors: NormTensors, extents: tuple[Int32, ...], epsilon: Float32, form: cutlass.Constexpr
+) -> None:
+    """Walk down rows of whole lines: read, sum, norm, write the requested outputs."""
+    thread, _, _ = cute.arch.thread_idx()
+    first, _, _ = cute.arch.block_idx()
+    step, _, _ = cute.arch.grid_dim()
+    rows, padded_rows = extents
+    thread, first, step = Int32(thread), Int32(first), Int32(step)
+    lane, warp, odd = thread % LANES, thread // LANES, thread % 2 == 1
+    layout, blocks = LAYOUTS[form.layout_walked], Uint32(form.warps * facts.BLOCKS_OF_WHOLE_WARP)
+    of_row, places = whole.row_bytes(form.warps), whole.places_of(form.warps)
+    fetch_constants(tensors, thread + first, Int32(blocks), form)
+    follow()
+    allocator = cutlass.memory.SmemAllocator()
+    # Of two turns, so that one barrier a turn is enough.
+    sSums = allocator.allocate_tensor(Float32, cute.make_layout((MOST_WARPS, 2)), 16)
+    sFactors = allocator.allocate_tensor(Float32, cute.make_layout(SCALE_CODES), 16)
+    chunk = whole.first_chunk(thread)
+    values, normed, weight = (
+        whole.address_of(tensor, chunk * whole.CHUNK_BYTES * times)
+        for tensor, times in (
+            (tensors.values, 1), (tensors.normed, 1),
+            (tensors.weight, 2 if form.weight == "fp32" else 1),
+        )
+    )  # fmt: skip
+    codes = whole.address_of(tensors.codes, chunk * (whole.CHUNK_BYTES // 4))
+    rAhead = whole.row_registers()
+    if cutlass.const_expr(form.ahead):
+        whole.read_row(rAhead, values + Int64(ops.minimum(first, rows - 1)) * of_row, form.warps)
+    rWeight = whole.row_registers(2 * whole.WORDS if form.weight == "fp32" else whole.WORDS)
+    whole.read_weights(rWeight, weight, form.warps)
+    scaling: Any = None
+    scales: list[Any] = []
+    if cutlass.const_expr(form.layout is not None):
+        scaling = scaling_of(tensors.decode_scale[0], sFactors)
+        for code in cutlass.range(thread, SCALE_CODES, form.warps * LANES, unroll=1):
+            sFactors[code] = codecs.nvfp4_block_encode_scale(Uint32(code), scaling.encode)
+        # The offset of a scale is that of its row and that of its column.
+        block = Uint32(warp * LANES + lane % 2 * (LANES // 2) + lane // 2)
+        columns = [block + slot * form.warps * LANES for slot in range(SLOTS_OF_LANE)]
+        scales = [
+            whole.address_of(
+                tensors.scales, layout.offset_of(Uint32(0), column, Uint32(rows), blocks)
+            )
+            for column in columns
+        ]
+        cute.arch.sync_threads()
+
+    turn = Uint32(0)
+    for row in cutlass.range(first, padded_rows, step, unroll=1):
+        if cutlass.const_expr(not form.ahead):
+            own_row = values + Int64(ops.minimum(row, rows - 1)) * of_row
+            whole.read_row(rAhead, own_row, form.warps)
+        words = whole.chunks_of(rAhead)
+        if cutlass.const_expr(form.ahead):
+            # The next row's latency overlaps the work below; the last row is read again.
+            next_row = values + Int64(ops.minimum(row + step, rows - 1)) * of_row
+            whole.read_row(rAhead, next_row, form.warps)
+        total = whole.warp_sum([facts.half_sum(numbers_of(of_half)) for of_half in words])
+        total = whole.row_total(sSums, total, (lane, warp, turn), form.warps)
+        turn = 1 - turn
+        factor = facts.factor_of(total, whole.columns_of(form.warps), epsilon, square_root)
+        made = []
+        for of_half, of_weight in zip(words, whole.chunks_of(rWeight), strict=True):
+            kept = again(of_half) if form.unpacks_twice else of_half
+            fp32 = form.weight == "fp32"
+            weights = whole.weight_numbers(of_weight if fp32 else again(of_weight))
+            made.append(normed_words(kept, weights, factor))
+        exists = row < rows
+        out = normed + Int64(row) * of_row
+        if cutlass.const_expr(form.layout is None):
+            for place, of_half in zip(places, made, strict=True):
+                whole.write_words(out, place, of_half)
+        else:
+            pairs = [made[2 * slot : 2 * slot + 2] for slot in range(SLOTS_OF_LANE)]
+            of_slots = [pair_code(pair, odd, scaling.share) for pair in pairs]
+            words: list[Any] = []
+            for pair, code in zip(pairs, of_slots, strict=True):
+                words += pair_words(pair, sFactors[code & 0x7F], odd, form)
+            if exists:
+                of_codes = codes + Int64(row) * (of_row // 4)
+                for number, place in enumerate(places):
+                    whole.write_words(of_codes, place // 4, [words[number]])
+                    if cutlass.const_expr(form.keeps_values):
+                        whole.write_words(out, place, made[number])
+            behind = Int64(layout.offset_of(Uint32(row), Uint32(0), Uint32(rows), blocks))
+            for code, address in zip(of_slots, scales, strict=True):
+                # Padding of the scales is written as zeros.
+                whole.write_byte(address + behind, ops.select(exists, code, Uint32(0)))
+
+
+@cute.jit
+def fetch_constants(tensors: NormTensors, place: Any, blocks: Any, form: cutlass.Constexpr) -> None:
+    """Ask L2 for the weight and the tensor's scale by the launch's first thread."""
+    if place == 0:
+        size = BLOCK * (4 if form.weight == "fp32" else 2)
+        fetch_weights(tensors.weight.iterator.toint(), Uint32(blocks * size))
+        if cutlass.const_expr(form.layout is not None or form.decoded):
+            fetch_line(tensors.decode_scale.iterator.toint())
+
+
 @cute.jit
 def launch_rmsnorm(
     pointers: tuple[cute.Pointer, ...],
@@ -227,14 +389,24 @@ def launch_rmsnorm(
 ) -> None:
     """Launch a form: rows, blocks, rows with padding, lanes of a row, threads, thread blocks."""
     rows, blocks, padded_rows, lanes, threads, walkers = extents
-    within = (rows, blocks, padded_rows, lanes, threads)
-    rmsnorm_kernel(tensors_of(pointers, form), within, epsilon, form).launch(
-        grid=[walkers, 1, 1],
-        block=[threads, 1, 1],
-        max_number_threads=[facts.norm_threads_declared(form), 1, 1],
-        use_pdl=EARLY,
-        stream=stream,
-    )
+    tensors, declared = tensors_of(pointers, form), facts.norm_threads_declared(form)
+    if cutlass.const_expr(form.warps):
+        whole_kernel(tensors, (rows, padded_rows), epsilon, form).launch(
+            grid=[walkers, 1, 1],
+            block=[form.warps * LANES, 1, 1],
+            max_number_threads=[declared, 1, 1],
+            use_pdl=EARLY,
+            stream=stream,
+        )
+    else:
+        within = (rows, blocks, padded_rows, lanes, threads)
+        rmsnorm_kernel(tensors, within, epsilon, form).launch(
+            grid=[walkers, 1, 1],
+            block=[threads, 1, 1],
+            max_number_threads=[declared, 1, 1],
+            use_pdl=EARLY,
+            stream=stream,
+        )
 
 
 # ---- host ----------------------------------------------------------------------------------------
@@ -252,6 +424,8 @@ def _numbers(of: LaunchContext[NormProblem, NormForm]) -> tuple[Any, ...]:
 _Operand = Operand[NormProblem]
 _REMEDY = "Allocate with KERNEL.allocate(problem, device); a layout goes with a decode scale."
 _QUANTISES = Presence[NormProblem](lambda of: of.layout is not None, _REMEDY)
+_SCALED = Presence[NormProblem](lambda of: of.layout is not None or of.decoded, _REMEDY)
+_DECODED = Presence[NormProblem](lambda of: of.decoded, _REMEDY)
 _KEEPS_VALUES = Presence[NormProblem](lambda of: of.writes_values, _REMEDY)
 _VALUES = Storage(Uint32, torch.bfloat16, 32)
 _SCALE = Storage(Float32, torch.float32, 4)
@@ -271,10 +445,11 @@ KERNEL = Kernel[NormProblem, NormForm](
     operands=(
         _Operand("values", _VALUES, _shape),
         _Operand("weight", _weight, lambda p: (p.columns,)),
-        _Operand("decode_scale", _SCALE, lambda _: (1,), _QUANTISES, checked=as_vector),
+        _Operand("decode_scale", _SCALE, lambda _: (1,), _SCALED, checked=as_vector),
         _Operand("normed", _VALUES, _shape, _KEEPS_VALUES, output=True, label="normed values"),
         _Operand("codes", _CODES, lambda p: (p.rows, p.columns // 2), _QUANTISES, output=True),
         _Operand("scales", _SCALES, lambda p: (p.scale_bytes,), _QUANTISES, output=True),
+        _Operand("decoded", _VALUES, _shape, _DECODED, output=True, passed=False),
     ),
     choose_form=facts.choose_norm_form,
     choose_tactic=facts.choose_norm_tactic,

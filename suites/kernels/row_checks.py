@@ -154,7 +154,7 @@ def norm_on_device(case: NormCase) -> Normed:
         given["decode_scale"] = case.decode_scale.cuda()
     out = poisoned(case.problem)
     made = kernel_named("simt_rmsnorm").run(case.problem, SETTINGS, **given, **out)
-    return Normed(*made.values())
+    return Normed(*(made[name] for name in ("normed", "codes", "scales")))
 
 
 def norm_mismatch(case: NormCase) -> str:

@@ -26,6 +26,7 @@ from degarble.kernels.primitives.e2m1 import (
     WORDS,
     bf16_pairs,
     e2m1_word,
+    e2m1_word_by_products,
     fp16_pairs,
 )
 
@@ -51,6 +52,12 @@ def words(x_N: torch.Tensor, primitives: e2m1.WordOperations = WORD_OPERATORS) -
     return word & 0xFFFF_FFFF
 
 
+def by_products(x_N: torch.Tensor) -> torch.Tensor:
+    x_WI = x_N.reshape(-1, NUMBERS)
+    word: torch.Tensor = e2m1_word_by_products(list(x_WI.unbind(-1)))
+    return word & 0xFFFF_FFFF
+
+
 def near_boundaries() -> torch.Tensor:
     """Every boundary and its neighbours up to 40 ulps away, both signs, and the special numbers."""
     bits = torch.tensor(BOUNDARIES).view(torch.int32)[:, None] + torch.arange(-40, 40)
@@ -62,10 +69,9 @@ def near_boundaries() -> torch.Tensor:
 
 
 def test_every_boundary_and_its_neighbours() -> None:
-    x_N = near_boundaries()
-    assert torch.equal(words(x_N), wanted(x_N))
-    rolled = x_N.roll(3)  # other numbers of a word beside it
-    assert torch.equal(words(rolled), wanted(rolled))
+    for x_N in (near_boundaries(), near_boundaries().roll(3)):  # other numbers of a word beside it
+        assert torch.equal(words(x_N), wanted(x_N))
+        assert torch.equal(by_products(x_N), wanted(x_N))
 
 
 def test_strides_of_all_bit_patterns() -> None:
@@ -74,11 +80,20 @@ def test_strides_of_all_bit_patterns() -> None:
         x_N = ops.number_of(bits)
         x_N = torch.where(x_N.isnan(), torch.tensor(torch.nan).abs(), x_N)
         assert torch.equal(words(x_N), wanted(x_N))
+        assert torch.equal(by_products(x_N), wanted(x_N))
 
 
 def test_python_numbers_give_the_same_word() -> None:
     numbers = [0.3, -0.75, 1.25, -5.0, 1e9, -0.0, 2.5, -3.51]
     assert e2m1_word(numbers) == int(wanted(torch.tensor(numbers))[0])
+    assert e2m1_word_by_products(numbers) == e2m1_word(numbers)
+
+
+@pytest.mark.parametrize("moves", [(1 << 28) + (1 << 6), (1 << 28) + (1 << 5) + 1])
+def test_another_product_is_detected(moves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2m1, "_TOP_MOVES", moves)
+    x_N = near_boundaries()
+    assert not torch.equal(by_products(x_N), wanted(x_N))
 
 
 @pytest.mark.parametrize("constant", [2.0**22 + 2, 2.0**23 + 1])

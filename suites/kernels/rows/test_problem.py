@@ -208,16 +208,30 @@ def test_bytes_and_extents() -> None:
     assert rows.norm_threads(plain) == 224
     assert rows.norm_grid(plain, NormTactic(2), 132) == 264
     held = [
-        rows.choose_norm_tactic(NormProblem(1, k)).walkers for k in (64, 1536, 4096, 7168, 16_384)
+        rows.choose_norm_tactic(NormProblem(1, k)).walkers for k in (64, 1536, 4112, 7152, 16_368)
     ]
-    assert held == [2, 10, 5, 2, 1]
-    assert rows.choose_norm_tactic(NormProblem(1, 7168, weight="fp32")).walkers == 2
+    assert held == [2, 10, 4, 2, 1]
+    assert rows.choose_norm_tactic(NormProblem(1, 7152, weight="fp32")).walkers == 2
+    assert rows.choose_norm_tactic(NormProblem(1, 7168)).walkers == 0
+    assert rows.choose_norm_tactic(NormProblem(1, 7168, layout="128x4")).walkers == 2
 
 
 def test_extents_are_no_part_of_a_form() -> None:
-    forms = {choose_norm_form(NormProblem(m, k), "sm_90a") for m in (1, 5000) for k in (1040, 7168)}
+    forms = {choose_norm_form(NormProblem(m, k), "sm_90a") for m in (1, 5000) for k in (1040, 7152)}
     assert len(forms) == 1
     assert choose_norm_form(NormProblem(1, 1024), "sm_90a").narrow
+
+
+def test_rows_of_whole_lines_have_forms_of_their_own() -> None:
+    found = {
+        k: choose_norm_form(NormProblem(5, k), "sm_90a").warps for k in (512, 1024, 2048, 7168)
+    }
+    assert found == {512: 0, 1024: 0, 2048: 2, 7168: 7}
+    assert choose_norm_form(NormProblem(5, 7152), "sm_90a").warps == 0
+    forms = {rows.choose_residual_form(ResidualProblem(m, 7168), "sm_90a") for m in (1, 5000)}
+    assert {form.warps for form in forms} == {7}
+    problem = ResidualProblem(5000, 7168)
+    assert rows.residual_grid(problem, rows.choose_residual_tactic(problem), 132) == 5000
 
 
 # --------------------------------------------------------------------------------------------------
@@ -230,7 +244,7 @@ def test_two_rows_are_read_and_two_written() -> None:
     assert problem.norm == NormProblem(8192, 7168, weight="fp32")
 
 
-@pytest.mark.parametrize("columns", [64, 512, 1024, 1040, 7168, 16_384])
+@pytest.mark.parametrize("columns", [64, 512, 1024, 1040, 7152, 16_368])
 def test_thread_blocks_fit_a_processor(columns: int) -> None:
     problem = ResidualProblem(8192, columns)
     tactic = rows.choose_residual_tactic(problem)
@@ -514,7 +528,7 @@ def test_turned_sums_are_detected() -> None:
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (129, 1032), (7, 7168)])
 def test_every_chunk_and_every_token_has_one_thread(part: str, tokens: int, width: int) -> None:
     problem = MhcMixProblem(tokens, width, part)
-    form = mhc.MhcMixForm(part, "sm_90a")
+    form = mhc.choose_mix_form(problem, "sm_90a")
     leading, groups = mhc.leading_blocks(problem), mhc.groups_of_chunks(problem)
     made, moved = [], []
     for block in range(mhc.mix_grid(problem)):
@@ -529,6 +543,17 @@ def test_every_chunk_and_every_token_has_one_thread(part: str, tokens: int, widt
     assert made == (each if form.makes_coefficients else [])
     chunks = width // mhc.CHUNK_VALUES if form.touches_streams else 0
     assert sorted(moved) == [(token, chunk) for token in range(tokens) for chunk in range(chunks)]
+
+
+def test_many_tokens_have_a_lane_each() -> None:
+    for tokens in (mhc.MOST_BY_FOUR, mhc.MOST_BY_FOUR + 1, 8192, 8193):
+        alone, streams = (MhcMixProblem(tokens, 4096, part) for part in ("coefficients", "all"))
+        form = mhc.choose_mix_form(alone, "sm_90a")
+        assert form.by_lane is (tokens > mhc.MOST_BY_FOUR)
+        assert not mhc.choose_mix_form(streams, "sm_90a").by_lane
+        lanes = mhc.mix_grid(alone) * form.threads
+        of_token = 1 if form.by_lane else mhc.STREAMS
+        assert lanes - form.threads < tokens * of_token <= lanes
 
 
 def test_mhc_bytes_count_everything_once() -> None:

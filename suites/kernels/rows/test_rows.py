@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import LINEAR
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, QuantiseProblem
 from degarble.kernels.rows.mhc_problem import MIX_PARTS, MhcMixProblem, ProjectProblem, split_weight
 from degarble.kernels.rows.problem import (
     ID_DTYPES,
+    LANES,
+    MOST_WARPS,
+    NORM_WEIGHTS,
     SCALE_KINDS,
     EmbedProblem,
     NormProblem,
@@ -33,6 +39,7 @@ from degarble.suites.kernels.rows import (
 )
 
 pytestmark = pytest.mark.needs("cutlass")
+WHOLE_ROWS = "degarble.kernels.rows.whole_rows"
 
 
 # ---- RMSNorm, fused or not -----------------------------------------------------------------------
@@ -44,6 +51,35 @@ def test_values_that_are_not_kept_are_refused() -> None:
     out = norm.allocate(problem, x.device) | {"normed": x, "decode_scale": torch.ones(1)}
     with pytest.raises(InvalidArgument, match="normed values"):
         norm.run(problem, SETTINGS, values=x, weight=weight, **out)
+
+
+@pytest.mark.parametrize("warps", range(2, MOST_WARPS + 1))
+def test_whole_rows_are_read_once_and_by_the_lanes_of_the_norm(warps: int) -> None:
+    whole_rows = import_module(WHOLE_ROWS)
+    places, lanes = whole_rows.places_of(warps), warps * LANES
+    chunks = [
+        [whole_rows.first_chunk(thread) + place // whole_rows.CHUNK_BYTES for place in places]
+        for thread in range(lanes)
+    ]
+    read = sorted(chunk for own in chunks for chunk in own)
+    assert read == list(range(whole_rows.row_bytes(warps) // whole_rows.CHUNK_BYTES))
+    for thread, own in enumerate(chunks):
+        # A pair of threads has a block's halves; a thread's are of lanes 16 apart, in both slots.
+        assert [chunk % 2 for chunk in own] == [thread % 2] * 4
+        lane = thread // LANES * LANES + thread % LANES // 2
+        of_slot = [lane, lane + LANES // 2]
+        assert [chunk // 2 for chunk in own] == of_slot + [each + lanes for each in of_slot]
+
+
+def test_absent_warps_change_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_rows = import_module(WHOLE_ROWS)
+    monkeypatch.setattr(ops, "add_rn", lambda left, right: f"({left} {right})")
+    stated = [f"{number}" for number in range(MOST_WARPS)]
+    for distance in (8, 4, 2, 1):
+        stated = [f"({stated[at]} {stated[at + distance]})" for at in range(distance)]
+    assert whole_rows.folded([f"{number}" for number in range(MOST_WARPS)]) == stated[0]
+    assert whole_rows.folded(list("0123456")) == "(((0 4) (2 6)) ((1 5) 3))"
+    assert whole_rows.folded(list("01")) == "(0 1)"
 
 
 @pytest.mark.h200
@@ -64,6 +100,27 @@ def test_codes_are_those_that_two_launches_give(layout: str) -> None:
         for mine, theirs in ((fused.codes, two["codes"]), (fused.scales, two["scales"])):
             assert mine is not None
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+@pytest.mark.parametrize("weight", NORM_WEIGHTS)
+def test_decoded_rows_are_those_that_two_launches_give(weight: str) -> None:
+    quantiser = kernel_named("simt_quantise_nvfp4")
+    for rows, columns, kind in ((1, 1024, "ordinary"), (4, 1536, "rows"), (3, 512, "zeros")):
+        problem = NormProblem(rows, columns, weight=weight)
+        case = row_checks.NormCase(problem, kind, seed=5)
+        plain = row_checks.norm_on_device(case).values
+        assert plain is not None
+        of_both = {"values": case.values.cuda(), "weight": case.weight.cuda()}
+        scale = torch.full((1,), 5 / 2688, device="cuda")
+        joined = kernel_named("simt_rmsnorm").run(
+            replace(problem, decoded=True), SETTINGS, **of_both, decode_scale=scale
+        )
+        again = QuantiseProblem(rows, columns, LINEAR.name, decoded=True)
+        decoded = quantiser.run_one(again, SETTINGS, values=plain, decode_scale=scale)
+        assert same_bits(joined["normed"], plain)
+        assert same_bits(joined["decoded"], decoded)
 
 
 @pytest.mark.h200

@@ -88,7 +88,8 @@ def _norm(
         "values": Given(BF16, (problem.rows, problem.columns)),
         "weight": Given(weight, (problem.columns,)),
     }
-    return given | ({"decode_scale": Given(FP32, scale)} if problem.layout else {})
+    scaled = problem.layout or problem.decoded
+    return given | ({"decode_scale": Given(FP32, scale)} if scaled else {})
 
 
 def _norm_cases() -> Iterator[LaunchCase]:
@@ -99,6 +100,8 @@ def _norm_cases() -> Iterator[LaunchCase]:
     yield LaunchCase(name, plain, _norm(plain))
     yield LaunchCase(name, wide, _norm(wide, FP32), "sm_100a")
     yield LaunchCase(name, coded, _norm(coded, scale=()))
+    decoded = NormProblem(2, 1024, decoded=True)
+    yield LaunchCase(name, decoded, _norm(decoded))
     outputs = {
         "normed": Given(BF16, (130, 2048)), "codes": Given(BYTES, (130, 1024)),
         "scales": Given(BYTES, (both.scale_bytes,)),
