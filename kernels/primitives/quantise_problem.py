@@ -146,6 +146,11 @@ class QuantiseForm:
     target: str
     decoded: bool = False
 
+    @property
+    def factors_apart(self) -> bool:
+        """Return whether each block's factor is computed, not taken from a table."""
+        return self.by_expert or self.decoded
+
 
 @dataclass(frozen=True)
 class QuantiseTactic:

@@ -9,7 +9,7 @@ sm_90a and sm_100a, no tensor cores.
 One thread per block of 16: reads 32 bytes, writes 8 bytes of codes and one scale. A thread block
 walks down the rows of one column of tiles. The encoding factor of a block needs two divisions and
 depends on the scale's code alone, so each thread block first fills a table of 128 factors in shared
-memory (not with expert scales, where it is computed per block) and synchronises once.
+memory and synchronises once; with expert scales, and of decoded values, it is computed per block.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
 graph. Shape letters: M rows, K columns, P = K / 2 bytes, E experts.
@@ -49,7 +49,7 @@ from degarble.kernels.runtime.kernel import (
 from degarble.kernels.runtime.operands import (
     DRIVERS_CHOICE,
 )
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_line, follow
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -101,8 +101,11 @@ def quantise_at(
 ) -> Any:
     """Quantise the block at (row, block) of `blocks` a row; return its scale's code."""
     words = words_at(tensors, place, form)
+    if form.decoded:
+        # Few rows: the scale is read beside the values, and a table would take longer to make.
+        scaling = scaling_of(tensors.decode_scale[0], None)
     scale_code = scale_code_of(block_amax(words), scaling.share)
-    if form.by_expert:
+    if form.factors_apart:
         factor = codecs.nvfp4_block_encode_scale(scale_code, scaling.encode)
     else:
         # Without the sign bit: scales are not negative, and the table has 128 entries.
@@ -134,10 +137,12 @@ def quantise_kernel(
     tensors: QuantiseTensors, rows: Int32, blocks: Int32, experts: Int32, form: cutlass.Constexpr
 ) -> None:
     """Quantise the rows of one column of tiles."""
-    follow()
     thread, _, _ = cute.arch.thread_idx()
     first, tile_column, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
+    if thread + first + tile_column == 0:
+        fetch_line(tensors.decode_scale.iterator.toint())
+    follow()
     rows, blocks, thread = Uint32(rows), Uint32(blocks), Uint32(thread)
     layout = facts.LAYOUTS[form.layout]
     padded_rows, padded = round_up(rows, layout.row_tile), round_up(blocks, layout.column_tile)
@@ -145,8 +150,9 @@ def quantise_kernel(
 
     allocator = cutlass.memory.SmemAllocator()
     sFactors = allocator.allocate_tensor(Float32, cute.make_layout(facts.SCALE_CODES), 16)
-    scaling = scaling_of(tensors.decode_scale[0], sFactors)
-    if cutlass.const_expr(not form.by_expert):
+    scaling: Any = None
+    if cutlass.const_expr(not form.factors_apart):
+        scaling = scaling_of(tensors.decode_scale[0], sFactors)
         if thread < facts.SCALE_CODES:
             sFactors[thread] = codecs.nvfp4_block_encode_scale(thread, scaling.encode)
         cute.arch.sync_threads()
@@ -167,8 +173,10 @@ def quantise_kernel(
         scale_code = Uint32(0)
         if exists:
             if cutlass.const_expr(form.by_expert):
-                scaling = scaling_of(tensors.decode_scale[expert], sFactors)
-            scale_code = quantise_at(tensors, (row, block, blocks), scaling, form)
+                own = scaling_of(tensors.decode_scale[expert], sFactors)
+                scale_code = quantise_at(tensors, (row, block, blocks), own, form)
+            else:
+                scale_code = quantise_at(tensors, (row, block, blocks), scaling, form)
         if cutlass.const_expr(not form.decoded):  # noqa: SIM102  traced
             # Padding of the scales is written as zeros.
             if (row < padded_rows) & (block < padded):

@@ -62,7 +62,8 @@ def _rmsnorm(p: Any, t: Given) -> Made:
     require_tensor("weight", t["weight"], of_weight, (p.columns,), 16)
     x = t["values"].float()
     factor = 1.0 / (x.square().mean(-1, keepdim=True) + p.epsilon).sqrt()
-    return ((t["weight"].float() * (x * factor)).to(BF16),)
+    out = (t["weight"].float() * (x * factor)).to(BF16)
+    return (out, _decoded_rows(out, t["decode_scale"])) if p.decoded else (out,)
 
 
 def _residual_norm(p: Any, t: Given) -> Made:

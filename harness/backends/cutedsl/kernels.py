@@ -243,7 +243,7 @@ def _plain(_problem: Any, _target: str) -> str:
 
 TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "simt_embed": _plain,
-    "simt_rmsnorm": _plain,
+    "simt_rmsnorm": lambda p, _: "decoded as well" if p.decoded else "",
     "simt_residual_norm": lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum",
     "simt_scale": lambda p, _: f"{p.source} to {p.out}",
     "simt_latent_query": _plain,

@@ -299,7 +299,10 @@ class V4Steps(DecoderSteps):
             with self.aside(KEYS):
                 head_weights = self._write_keys(weights, w.indexer, memory, x)
         low = self._product("attn.wq_a", w.wq_a, x, normed.decoded_at(0))
-        qr = self.normed(w.q_norm, low)
+        # Where an indexer chooses, its query waits for the norm, and wq_b for both in the end.
+        alone = w.indexer is None
+        of_query = self.normed_for(w.wq_b if alone else None, w.q_norm, low)
+        qr = of_query.values
         self.shown("attn.q_norm", x=low, out=qr)
         near, far = KeyList(self.room.window, self.room.pages(0)), None
         more = {"window_slots": lists.window, "window_cache": memory.window}
@@ -310,7 +313,8 @@ class V4Steps(DecoderSteps):
             assert memory.entries is not None, "a layer that compresses has entries"
             far = KeyList(slots.shape[1], self.room.pages(ratio))
             more |= {"entries_slots": slots, "entries_cache": memory.entries}
-        heads = self._product("attn.wq_b", w.wq_b, qr).reshape(len(x), -1, WIDTH)
+        heads = self._product("attn.wq_b", w.wq_b, qr, of_query.decoded_at(0))
+        heads = heads.reshape(len(x), -1, WIDTH)
         of_heads = QNormRopeProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
         (q,) = run("simt_qnorm_rope", of_heads, heads=heads, turns=table, positions=positions)
         self.meet()

@@ -393,6 +393,21 @@ class DecoderSteps(ABC):
         problem = NormProblem(rows, columns, under_root, norm.kind)
         return self.kernels.run("simt_rmsnorm", problem, values=x, weight=norm.weight)[0]
 
+    def normed_for(
+        self, matrix: Matrix | None, norm: NormWeight, x: Tensor, epsilon: float | None = None
+    ) -> Normed:
+        """Apply RMSNorm; in a graph of very few rows decode as well what a matrix multiplies so."""
+        scale = self.scale_decoded(matrix) if matrix is not None and self.by_row else None
+        if scale is None:
+            return Normed(self.normed(norm, x, epsilon))
+        rows, columns = x.shape
+        under_root = self._of.rms_norm_eps if epsilon is None else epsilon
+        problem = NormProblem(rows, columns, under_root, norm.kind, decoded=True)
+        values, decoded = self.kernels.run(
+            "simt_rmsnorm", problem, values=x, weight=norm.weight, decode_scale=scale
+        )
+        return Normed(values, (decoded,))
+
     def scaled(self, x: Tensor, factor: float, out: torch.dtype) -> Tensor:
         """Multiply by a factor, in a dtype."""
         if x.dtype is out and factor == 1:
