@@ -249,8 +249,8 @@ def norm_threads_declared(form: NormForm) -> int:
     if form.warps:
         if not form.ahead:
             return ONE_ROW_THREADS
-        few = form.weight == "bf16" and not form.keeps_values and form.warps <= MOST_CODED_WARPS
-        return 640 if few else 512
+        light = form.weight == "bf16" and not form.keeps_values
+        return 640 if light and form.warps <= MOST_CODED_WARPS else 512
     few = 512 if form.roomy else 640
     return max(form.most_warps * LANES, few if form.weight == "bf16" else 0)
 

@@ -354,13 +354,13 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
         else:
             pairs = [made[2 * slot : 2 * slot + 2] for slot in range(SLOTS_OF_LANE)]
             of_slots = [pair_code(pair, odd, scaling.share) for pair in pairs]
-            words: list[Any] = []
+            coded: list[Any] = []
             for pair, code in zip(pairs, of_slots, strict=True):
-                words += pair_words(pair, sFactors[code & 0x7F], odd, form)
+                coded += pair_words(pair, sFactors[code & 0x7F], odd, form)
             if exists:
                 of_codes = codes + Int64(row) * (of_row // 4)
                 for number, place in enumerate(places):
-                    whole.write_words(of_codes, place // 4, [words[number]])
+                    whole.write_words(of_codes, place // 4, [coded[number]])
                     if cutlass.const_expr(form.keeps_values):
                         whole.write_words(out, place, made[number])
             behind = Int64(layout.offset_of(Uint32(row), Uint32(0), Uint32(rows), blocks))
