@@ -24,6 +24,15 @@ from degarble.suites.kernels.contract import SETTINGS
 pytestmark = pytest.mark.needs("cutlass")
 
 
+def test_pooling_waits_before_a_kernel_that_reads_early_is_let_begin() -> None:
+    kernel = kernel_named("simt_compressor")
+    for alone in (False, True):
+        form = facts.PoolForm(4, 512, alone, "sm_90a", few=False)
+        pool = kernel.compile_form(form, SETTINGS).ptx.split(".visible .entry")[1]
+        wait, let = (pool.index(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents"))
+        assert (wait < let) is not alone
+
+
 # ---- the latent cache: writing and reading -------------------------------------------------------
 
 
