@@ -14,7 +14,7 @@ Barriers, each with a full and an empty phase: a stage (1 arrival plus bytes; 16
 
 Early (`form.early`): the loading warp does not wait for the previous launch. What it reads must be
 older than that: weights that nothing writes, and the experts' numbers of a router that ended before
-the previous launch let this one begin. Launches in front of such forms call `follow` first.
+the previous launch let this one begin. Launches in front of such forms call `follow_alone` first.
 Shape letters: N outputs, K columns.
 """
 
@@ -43,7 +43,7 @@ from degarble.kernels.moe.problem import NONE
 from degarble.kernels.primitives import device_words as words
 from degarble.kernels.primitives.e2m1 import PAIRS
 from degarble.kernels.primitives.quantise_problem import SWIGLU, VALUES
-from degarble.kernels.runtime.pdl import EARLY, follow, wait_for_front
+from degarble.kernels.runtime.pdl import EARLY, follow_alone, wait_for_front
 
 NOBODY = 0xFFFF_FFFF  # the number of no row and of no matrix
 SECOND_HALF = 8 * facts.LINE  # bytes from a place's codes to those of the eighth after it
@@ -421,9 +421,7 @@ def walk_kernel(
             wait_for_front()
         load_units(views, pointers, memory, task, lane, form)
     else:
-        # The next launch is let in behind the wait: one that loads early takes for granted what
-        # this one has waited for.
-        follow()
+        follow_alone()  # the next launch may load early what this one has waited for
         if warp < facts.WARPS:
             multiply_units(pointers, memory, task, (warp, lane), form)
         else:

@@ -28,6 +28,15 @@ def follow() -> None:
         wait_for_front()
 
 
+def follow_alone() -> None:
+    """Wait for the previous launch, and only then let the next one be set up.
+
+    It is for a launch behind which one reads, before its own wait, what earlier launches made.
+    """
+    wait_for_front()
+    let_follow()
+
+
 def let_follow() -> None:
     """Let the next launch be set up once all thread blocks of this one have called this."""
     cute.arch.griddepcontrol_launch_dependents()
