@@ -14,7 +14,8 @@ Barriers, each with a full and an empty phase: a stage (1 arrival plus bytes; 16
 
 Early (`form.early`): the loading warp does not wait for the previous launch. What it reads must be
 older than that: weights that nothing writes, and the experts' numbers of a router that ended before
-the previous launch let this one begin. Launches in front of such forms call `follow_alone` first.
+the previous launch let this one begin. Where numbers come from a router, the launch in front of
+such a form calls `follow_alone` first.
 Shape letters: N outputs, K columns.
 """
 

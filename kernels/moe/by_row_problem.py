@@ -137,18 +137,18 @@ def choose_tactic(problem: W4A16Problem, target: str, tokens: int = 1) -> W4A16T
     return LONG if tokens == 1 and problem.columns >= LONG_COLUMNS else WIDE
 
 
-def alone(outputs: int, columns: int) -> ByRowProblem | None:
+def alone(outputs: int, columns: int, target: str = SM90A.name) -> ByRowProblem | None:
     """Return the product of one row with one matrix, where walks are its faster form.
 
-    Those of whole lines and whole 128 rows; of others those of more tiles than one wave of
-    sm90_gemm_w4a16 has, and of so few that its thread blocks have two each: as measured on an H200,
-    docs/design-notes/w4a16_kernel.md. Bits are the same.
+    On sm_90a those of whole lines and whole 128 rows; of others those of more tiles than one wave
+    of sm90_gemm_w4a16 has, and of so few that its thread blocks have two each: as measured on an
+    H200, docs/design-notes/w4a16_kernel.md. Bits are the same.
     """
     waves = outputs > WAVE or (WAVE // 4 < outputs <= WAVE // 2 and columns >= LONG_COLUMNS)
     if (outputs | columns) % MULTIPLE:
         return None
     problem = ByRowProblem(MoeProblem(1, outputs, columns, experts=1, chosen=1, routed=1))
-    walked = walks.serves(matrix_problem(problem, 1), SM90A.name)
+    walked = walks.serves(matrix_problem(problem, 1), target)
     return problem if walked or waves else None
 
 

@@ -88,7 +88,7 @@ class Matrix:
     operands: Mapping[str, Tensor]
     input_scale: Tensor | None = None  # float32 [1], of NVFP4 activations
     factor: Tensor | None = None  # float32 [1], of W4A16 on decoded activations
-    alone: Tensor | None = None  # int32 [1, 1], the matrix's number 0, where one row walks it
+    alone: Tensor | None = None  # int32 [1, 1], the matrix's number 0, for one row that walks it
 
     @property
     def outputs(self) -> int:
@@ -127,9 +127,7 @@ def for_few_rows(matrix: Matrix, name: str) -> Matrix:
         raise NoKernelError(
             f"the product of both tensor scales of {name}, {factor.item():g}, is no normal number"
         )
-    problem = few_rows_problem(matrix, 1)
-    walks = by_row_problem.alone(problem.outputs, problem.columns)
-    number = torch.zeros_like(factor, dtype=torch.int32).reshape(1, 1) if walks else None
+    number = torch.zeros_like(factor, dtype=torch.int32).reshape(1, 1)
     return replace(matrix, factor=factor, alone=number)
 
 
@@ -152,9 +150,10 @@ def few_rows_product(kernels: Kernels, matrix: Matrix, decoded_MK: Tensor, by: s
     """Multiply decoded rows by an NVFP4 matrix, by one of both W4A16 kernels: BF16 [M, N]."""
     assert matrix.factor is not None, "laid out for few rows"
     operands, problem = matrix.operands, few_rows_problem(matrix, 1)
-    if by == W4A16 and len(decoded_MK) == 1 and matrix.alone is not None:
+    alone = by_row_problem.alone(problem.outputs, problem.columns, kernels.target)
+    if by == W4A16 and len(decoded_MK) == 1 and alone is not None:
         return kernels.run(
-            ALONE, by_row_problem.alone(problem.outputs, problem.columns), x=decoded_MK,
+            ALONE, alone, x=decoded_MK,
             codes=operands["b"][None], scales=operands["b_scales"][None],
             decode_scale=operands["b_decode_scale"], input_scale=matrix.input_scale,
             number=matrix.alone,

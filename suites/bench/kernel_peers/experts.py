@@ -135,7 +135,9 @@ def row(layer: Layer, tokens: int) -> Row:
     def by_row(number: int) -> Call:
         case, given = by_row_checks.Case(ByRowProblem(problem)), shared(number).operands
         memory = by_row_checks.memory_of(case, given)
-        return Call(lambda: by_row_checks.launch(case, given, memory), lambda: memory["out"][some])
+        return Call(
+            lambda: by_row_checks.launch_whole(case, given, memory), lambda: memory["out"][some]
+        )
 
     def by_tiles(number: int) -> Call:
         case, given = layer.case(tokens, number + 1), shared(number)

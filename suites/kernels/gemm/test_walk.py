@@ -198,7 +198,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 4, 9])
-@pytest.mark.parametrize("stages", [1, 4, 9])
+@pytest.mark.parametrize("stages", [1, facts.STAGES, 9])
 def test_a_walk_ends_and_nothing_is_overwritten_before_it_is_read(stages: int, rounds: int) -> None:
     for seed, buffers in product(range(10), (1, facts.SUM_BUFFERS)):
         Walk(stages, buffers, rounds).run(30, random.Random(f"{stages} {rounds} {seed}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -538,11 +539,14 @@ def test_one_row_walks_whole_lines_or_where_tiles_fill_more_than_a_wave(
 
 
 @pytest.mark.h200
+@pytest.mark.parametrize("scale", ["ordinary", "tiny", "all"])
 @pytest.mark.parametrize(("outputs", "columns"), [(32_768, 1024), (4096, 8192), (8480, 512)])
-def test_one_row_alone_has_the_bits_of_its_product_with_others(outputs: int, columns: int) -> None:
+def test_one_row_alone_has_the_bits_of_its_product_with_others(
+    outputs: int, columns: int, scale: str
+) -> None:
     problem = facts.alone(outputs, columns)
     assert problem is not None
-    case = w4a16_checks.Case(W4A16Problem(3, outputs, columns, "128x4"))
+    case = w4a16_checks.Case(W4A16Problem(3, outputs, columns, "128x4"), scale=scale)
     # Rows as they come, decoded: walks keep them in FP16.
     x = checks.decoded(case.activations.cuda(), torch.full((1,), 0.01, device="cuda"))
     vars(case)["activations"] = x.cpu()
@@ -573,11 +577,11 @@ def test_rows_that_walks_decode_themselves_have_the_same_bits(
         checks.launch(case, given, memory)
         assert not checks.difference(case, given, memory)
         own = {n: t for n, t in memory.items() if n not in ("x_rows", "hidden_rows")}
-        left = {name: torch.full_like(tensor, -1) for name, tensor in own.items()}
         for _ in range(3):
-            call.run(case.problem, checks.SETTINGS, None, **given, **left)
-        for name, tensor in left.items():
-            assert torch.equal(tensor, memory[name]), name
+            left = {name: torch.full_like(tensor, -1) for name, tensor in own.items()}
+            checks.launch_whole(case, given, left)
+            for name, tensor in left.items():
+                assert torch.equal(tensor, memory[name]), name
 
 
 @pytest.mark.h200
@@ -588,14 +592,14 @@ def test_turns_do_not_change_a_bit() -> None:
         case = Case(ByRowProblem(moe, shared=True), "absent" if tokens == 3 else "even", hidden)
         given = checks.given_of(case)
         want, memory = checks.memory_of(case, given), checks.memory_of(case, given)
-        checks.launch_walks(case, given, want, 1)
+        checks.launch_runs(case, given, want, 1)
         assert not checks.difference(case, given, want)
         divisions: list[int | facts.Division] = [1, 2, 3, 17, 1 << 20, facts.Division(7, 1)]
         divisions += [facts.Division(264, unit) for unit in (1, 2, 3, 4)]
         for tactic, division in product(BY_ROW_TACTICS, divisions):
             for tensor in memory.values():
                 tensor.view(torch.uint8).fill_(checks.POISON)
-            checks.launch_walks(case, given, memory, division, tactic)
+            checks.launch_runs(case, given, memory, division, tactic)
             for name, tensor in want.items():
                 assert torch.equal(memory[name], tensor), (tactic, division, name)
 
@@ -603,7 +607,10 @@ def test_turns_do_not_change_a_bit() -> None:
 @pytest.mark.h200
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int) -> None:
-    """A chain without a pause: each call's sum is the next one's x, all in the same memory."""
+    """A chain without a pause: each call's sum is the next one's x, all in the same memory.
+
+    Each call's experts are written just before it, as a router writes them.
+    """
     moe = MoeProblem(tokens, 1024, 512, 8, 2, 8, 10.0)
     cases = [Case(ByRowProblem(moe, shared=True), "even", seed) for seed in range(4)]
     given = [checks.given_of(case) for case in cases]
@@ -611,11 +618,14 @@ def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int) -> None
         each["w2_decode_scale"].mul_(2.0**-4)
     memory = checks.memory_of(cases[0], given[0])
     start, x = given[0]["x"].clone(), torch.empty_like(given[0]["x"])
+    experts = torch.empty_like(given[0]["experts"])
 
     def chain(wait: bool) -> torch.Tensor:
         x.copy_(start)
         for step in range(32):
-            checks.launch(cases[step % 4], {**given[step % 4], "x": x}, memory)
+            now = given[step % 4]
+            experts.copy_(now["experts"])
+            checks.launch_whole(cases[step % 4], {**now, "x": x, "experts": experts}, memory)
             if wait:
                 torch.cuda.synchronize()
             x.copy_(memory["out"])
@@ -631,18 +641,32 @@ def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int) -> None
 
 
 @pytest.mark.h200
-@pytest.mark.parametrize("division", [1, 4, 30, facts.Division(264, 1), facts.Division(50, 1)])
-def test_no_stage_is_filled_again_before_it_is_read(division: int | facts.Division) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "launch"),
+    [
+        *(
+            (2, partial(checks.launch_runs, division=division))
+            for division in (1, 4, 30, facts.Division(264, 1), facts.Division(50, 1))
+        ),
+        (1, checks.launch_whole),
+        (2, checks.launch_whole),
+    ],
+)
+def test_no_stage_is_filled_again_before_it_is_read(tokens: int, launch: Any) -> None:
     """Weights that stay in the cache, beside a busy stream, in graphs of launches without pause."""
-    case = Case(ByRowProblem(MoeProblem(2, 4096, 512, 4, 2, 4, 10.0), shared=True), "even", 9)
+    moe = MoeProblem(tokens, 4096, 512, 4, 2, 4, 10.0)
+    case = Case(ByRowProblem(moe, shared=True), "even", 9)
     given = checks.given_of(case)
     memory = checks.memory_of(case, given)
     checks.launch(case, given, memory)
     want = {name: tensor.clone() for name, tensor in memory.items()}
+    if launch is checks.launch_whole:
+        want = {n: t for n, t in want.items() if n not in ("x_rows", "hidden_rows")}
+    launch(case, given, memory)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(32):
-            checks.launch_walks(case, given, memory, division)
+            launch(case, given, memory)
     busy, neighbour = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
     for _ in range(60):
         with torch.cuda.stream(neighbour):
