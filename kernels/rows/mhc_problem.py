@@ -36,8 +36,6 @@ STREAMS = 4  # DeepSeek-V4 config.json, hc_mult
 COEFFICIENTS = (2 + STREAMS) * STREAMS
 CHUNK_VALUES = 8  # values of a thread's 16-byte loads
 MIX_THREADS = 128
-LANE_THREADS = 64  # where a token has one lane: two warps a processor at 8,192 tokens
-MOST_BY_FOUR = 4096  # tokens of four lanes each: a warp for each scheduler of an H200
 SMALLEST_WIDTH, LARGEST_WIDTH = CHUNK_VALUES, 1 << 16
 MOST_ITERATIONS = 1000
 SPREADS_OUT = "post"
@@ -103,12 +101,6 @@ class MhcMixForm:
 
     part: str
     target: str
-    by_lane: bool = False  # whether a token's coefficients are one lane's, not four
-
-    @property
-    def threads(self) -> int:
-        """Return the threads of a thread block."""
-        return LANE_THREADS if self.by_lane else MIX_THREADS
 
     @property
     def makes_coefficients(self) -> bool:
@@ -127,18 +119,10 @@ def groups_of_chunks(problem: MhcMixProblem) -> int:
     return groups
 
 
-def choose_mix_form(problem: MhcMixProblem, target: str) -> MhcMixForm:
-    """Return the form for a problem; beside streams four lanes of a token have time."""
-    alone = problem.part == "coefficients" and problem.tokens > MOST_BY_FOUR
-    return MhcMixForm(problem.part, target, by_lane=alone)
-
-
 def leading_blocks(problem: MhcMixProblem) -> int:
-    """Return the number of thread blocks of coefficients; first in a launch."""
-    form = choose_mix_form(problem, "")
-    lanes = problem.tokens * (1 if form.by_lane else STREAMS)
-    blocks: int = ceil_div(lanes, form.threads)
-    return blocks if form.makes_coefficients else 0
+    """Return the number of thread blocks of coefficients, four lanes a token; first in a launch."""
+    blocks: int = ceil_div(problem.tokens * STREAMS, MIX_THREADS)
+    return blocks if MhcMixForm(problem.part, "").makes_coefficients else 0
 
 
 def mix_grid(problem: MhcMixProblem) -> int:

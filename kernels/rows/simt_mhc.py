@@ -3,8 +3,7 @@
 One source for sm_90a and sm_100a, a part of mhc_problem each:
 
 * coefficients: pre, post [T, S] and mix [T, S, S] from products and squares. Four lanes a token, a
-  row of the mix each; every lane has all powers of its token, so no step of Sinkhorn waits. Beyond
-  one warp a scheduler, reciprocals would wait for their unit: there a token has one lane.
+  row of the mix each; every lane has all powers of its token, so no step of Sinkhorn waits.
 * collapse, head: out[t] = sum_s pre[t, s] * streams[t, s]; a thread has a chunk of every stream.
 * all: both in one launch. The first `leading` thread blocks compute coefficients, the others
   collapse and compute the gates that they need themselves, so no block waits for another. The bits
@@ -165,31 +164,6 @@ def store_four(tensor: Any, index: Any, numbers: list[Any]) -> None:
 
 
 @cute.jit
-def put_token(tensors: Any, place: tuple[Any, Any], numbers: tuple[Any, ...]) -> None:
-    """Compute a token's coefficients by one lane; `place` is a token and the number of tokens."""
-    wanted_token, tokens = place
-    token = ops.minimum(wanted_token, tokens - 1)
-    iterations, _, _, epsilon = numbers
-    factor = factor_at(tensors, token, numbers)
-    logits = [
-        logits_at(
-            tensors, (token, group), (factor, tensors.scale[min(group, 2)]), facts.COEFFICIENTS
-        )
-        for group in range(2 + STREAMS)
-    ]
-    pre, post = ([facts.gate(number, PROCESSOR) for number in logits[at]] for at in (0, 1))
-    powers = [facts.softmax_row(row, epsilon, PROCESSOR) for row in logits[2:]]
-    rShares, rFactors = line_factors(powers, iterations, epsilon)
-    if wanted_token < tokens:
-        store_four(tensors.pre, wanted_token, [ops.add_rn(gate, epsilon) for gate in pre])
-        store_four(tensors.post, wanted_token, [ops.multiply_rn(gate, 2.0) for gate in post])
-        rows = zip(powers, four(rShares), strict=True)
-        for row, (power, share) in enumerate(rows):
-            made = facts.scaled_row(power, share, four(rFactors))
-            store_four(tensors.mix, wanted_token * STREAMS + row, made)
-
-
-@cute.jit
 def put_coefficients(
     tensors: Any,
     place: tuple[Any, Any, Any, Any],
@@ -268,9 +242,7 @@ def mhc_kernel(
     follow()
     thread, block = Int32(thread), Int32(block)
     tokens, leading, groups, chunks = extents
-    if cutlass.const_expr(form.by_lane):
-        put_token(tensors, (block * form.threads + thread, tokens), numbers)
-    elif cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
+    if cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
         if block < leading:
             lane = block * facts.MIX_THREADS + thread
             token = lane // STREAMS
@@ -311,7 +283,7 @@ def launch_mhc(
     tokens, leading, groups, chunks, iterations, blocks = extents
     scalars = (iterations, *numbers)
     mhc_kernel(tensors, (tokens, leading, groups, chunks), scalars, form).launch(
-        grid=[blocks, 1, 1], block=[form.threads, 1, 1], use_pdl=EARLY, stream=stream
+        grid=[blocks, 1, 1], block=[facts.MIX_THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 
@@ -385,7 +357,7 @@ def _operand(name: str) -> Operand[MhcMixProblem]:
 KERNEL = Kernel[MhcMixProblem, MhcMixForm](
     entry=launch_mhc,
     operands=tuple(_operand(name) for name in MixTensors._fields),
-    choose_form=facts.choose_mix_form,
+    choose_form=lambda problem, target: MhcMixForm(problem.part, target),
     kinds=((Int32,) * 6, (Float32,) * 3),
     numbers=_numbers,
     work=lambda problem: problem.tokens,

@@ -31,7 +31,7 @@ from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.primitives import kv_problem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.quantise_problem import SCALES, Fp8Problem
-from degarble.kernels.rows.problem import EmbedProblem, ScaleProblem
+from degarble.kernels.rows.problem import EmbedProblem, ResidualProblem, ScaleProblem
 from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings, current_stream
 from degarble.kernels.runtime.modules import MODULES, kernel_named, module_of
 from degarble.kernels.runtime.targets import target_of_device
@@ -67,6 +67,7 @@ SOURCES = Path(__file__).parents[2] / "kernels"
 PROBES = Path(__file__).parents[1] / "support" / "probes"
 # A module's kernels that lie in others.
 OF_SHARED = {
+    "sm90_attention_turns": ("attention/sm90_attention_kernel",),
     "sm90_moe_nvfp4": ("moe/few_rows",),
     "sm90_moe_by_row": ("moe/w4a16_by_row", "gemm/w4a16_walk"),
 }
@@ -227,7 +228,8 @@ def _rows() -> None:
 
 
 def _sums() -> None:
-    for case in residual_checks.fuzzed(SEED, 6):
+    whole = residual_checks.Case(ResidualProblem(3, 4096))
+    for case in (whole, *residual_checks.fuzzed(SEED, 6)):
         residual_checks.on_device(case)
     scale, queries = (
         import_module(module_of(f"simt_{name}")) for name in ("scale", "latent_query")
@@ -298,11 +300,11 @@ GROUPS = {
     ),
     "attention": Group(
         _attention(rows.WIDTH, tuple(kv_problem.ENTRIES)),
-        ("sm90_attention_kernel", "sm90_attention_turns", "simt_attention_merge"),
+        ("sm90_attention_turns", "simt_attention_merge"),
     ),
     "absorbed": Group(
         _attention(rows.WITH_KEY, cache_checks.WITH_KEY),
-        ("sm90_attention_kernel", "sm90_attention_turns", "simt_attention_merge"),
+        ("sm90_attention_turns", "simt_attention_merge"),
     ),
     "scores": Group(_scores, ("sm90_indexer_scores",)),
     "indexer rows": Group(_operands, ("simt_indexer_operand",)),

@@ -291,7 +291,8 @@ def _timed(graphs: Mapping[str, tuple[Arm, Any]], rounds: int, clock: Clock) -> 
 
 def _judged(row: Row, readings: Readings) -> dict[str, Any]:
     """Return the ratio to the fastest peer, goals, and rates of our kernel."""
-    peers = tuple(name for name in readings if name not in (OURS, *CEILINGS))
+    # Another form of ours is no peer.
+    peers = tuple(n for n in readings if not n.startswith(OURS) and n not in CEILINGS)
     outcome, made = Outcome(readings, peers), dict[str, Any](goals=[])
     if OURS not in readings:
         return made

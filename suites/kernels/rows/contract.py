@@ -90,9 +90,6 @@ def _code(target: str) -> Iterator[MachineCode]:
             fused=FUSED_OF_MIX[part],
             slow=part not in {"all", "post"},
         )
-    by_lane = mhc_problem.choose_mix_form(MhcMixProblem(8192, 4096, "coefficients"), target)
-    # A logit more of each of five groups; two gates and four rows of exponentials more.
-    yield MachineCode("simt_mhc", by_lane, 64, 0, fused=24 + 3 * 24 + SINKHORN)
     for kind, tokens in product(
         ("layer", "head"), (mhc_problem.LEAST_TOKENS, mhc_problem.FEW_TOKENS, 1 << 13)
     ):

@@ -528,7 +528,7 @@ def test_turned_sums_are_detected() -> None:
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (129, 1032), (7, 7168)])
 def test_every_chunk_and_every_token_has_one_thread(part: str, tokens: int, width: int) -> None:
     problem = MhcMixProblem(tokens, width, part)
-    form = mhc.choose_mix_form(problem, "sm_90a")
+    form = mhc.MhcMixForm(part, "sm_90a")
     leading, groups = mhc.leading_blocks(problem), mhc.groups_of_chunks(problem)
     made, moved = [], []
     for block in range(mhc.mix_grid(problem)):
@@ -543,17 +543,6 @@ def test_every_chunk_and_every_token_has_one_thread(part: str, tokens: int, widt
     assert made == (each if form.makes_coefficients else [])
     chunks = width // mhc.CHUNK_VALUES if form.touches_streams else 0
     assert sorted(moved) == [(token, chunk) for token in range(tokens) for chunk in range(chunks)]
-
-
-def test_many_tokens_have_a_lane_each() -> None:
-    for tokens in (mhc.MOST_BY_FOUR, mhc.MOST_BY_FOUR + 1, 8192, 8193):
-        alone, streams = (MhcMixProblem(tokens, 4096, part) for part in ("coefficients", "all"))
-        form = mhc.choose_mix_form(alone, "sm_90a")
-        assert form.by_lane is (tokens > mhc.MOST_BY_FOUR)
-        assert not mhc.choose_mix_form(streams, "sm_90a").by_lane
-        lanes = mhc.mix_grid(alone) * form.threads
-        of_token = 1 if form.by_lane else mhc.STREAMS
-        assert lanes - form.threads < tokens * of_token <= lanes
 
 
 def test_mhc_bytes_count_everything_once() -> None:
