@@ -316,6 +316,7 @@ class Kernel(Generic[P, F]):
     ) -> Tensor:
         """Run a kernel that makes one output for this problem; return that."""
         made = self.run(problem, settings, form, **given).values()
+        out: Tensor
         (out,) = (tensor for tensor in made if tensor is not None)
         return out
 
