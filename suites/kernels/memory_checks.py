@@ -31,7 +31,12 @@ from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.primitives import kv_problem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.quantise_problem import SCALES, Fp8Problem
-from degarble.kernels.rows.problem import EmbedProblem, ResidualProblem, ScaleProblem
+from degarble.kernels.rows.problem import (
+    EmbedProblem,
+    NormProblem,
+    ResidualProblem,
+    ScaleProblem,
+)
 from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings, current_stream
 from degarble.kernels.runtime.modules import MODULES, kernel_named, module_of
 from degarble.kernels.runtime.targets import target_of_device
@@ -218,7 +223,8 @@ def _joined() -> None:
 
 
 def _rows() -> None:
-    for case in row_checks.fuzzed_norms(SEED, 8):
+    whole = [row_checks.NormCase(NormProblem(3, 4096, layout=name)) for name in (None, "128x4")]
+    for case in (*whole, *row_checks.fuzzed_norms(SEED, 8)):
         row_checks.norm_on_device(case)
     for product in row_checks.fuzzed_gemvs(SEED, 6):
         row_checks.product_on_device(product)
