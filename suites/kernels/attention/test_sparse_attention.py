@@ -24,6 +24,12 @@ from degarble.suites.kernels.contract import SETTINGS, kernels_of
 pytestmark = pytest.mark.needs("cutlass")
 
 V4 = checks.Case(far=1024)
+# Wider by one split of decoding: other widths move keys to other splits, and so change bits.
+each_widening = pytest.mark.parametrize(
+    ("case", "lists"),
+    [(V4, {"window": 0, "entries": 513}), (V32, {"window": 961})],
+    ids=["V4", "V3.2"],
+)
 each_fault = pytest.mark.parametrize(
     "fault",
     [*faults.FAULTS, *faults.FAULTS_OF_V32, *faults.FAULTS_IN_TURNS],
@@ -125,15 +131,28 @@ def test_one_key_comes_out_as_kv_read_has_it(entry: str, width: int) -> None:
     assert 0 < lost < 1
 
 
+def widened(problem: facts.AttentionProblem, lists: dict[str, int]) -> facts.AttentionProblem:
+    """Return the problem of one token whose lists are so much wider."""
+    plain = {name: getattr(problem, name) for name in lists}
+    wider = {name: replace(of, width=of.width + lists[name]) for name, of in plain.items()}
+    return replace(problem, tokens=1, **wider)
+
+
+@each_widening
+def test_a_wider_list_adds_splits_and_moves_no_key_to_another(
+    case: checks.Case, lists: dict[str, int]
+) -> None:
+    plain = replace(case, mode="decode").problem
+    wider = widened(plain, lists)
+    assert facts.tiles_each(wider) == facts.tiles_each(plain)
+    assert facts.choose_splits(wider) > facts.choose_splits(plain) > 1
+
+
 @pytest.mark.h200
 @pytest.mark.parametrize("mode", facts.MODES)
-@pytest.mark.parametrize(
-    ("case", "lists"),
-    [(V4, {"window": 0, "entries": 129}), (V32, {"window": 129})],
-    ids=["V4", "V3.2"],
-)
+@each_widening
 def test_bits_are_a_tokens_own(case: checks.Case, lists: dict[str, int], mode: str) -> None:
-    """Two runs are equal; a token alone, and with a wider list, has the bits that it has beside."""
+    """Two runs are equal; a token alone, its list a split wider, has its bits of beside."""
     case = replace(case, tokens=70, lengths=True, mode=mode, seed=8)
     given, kernel = checks.drawn(case), kernels_of("sm90_sparse_attention").KERNEL
     out, lse = checks.on_device(case, given)
@@ -141,11 +160,7 @@ def test_bits_are_a_tokens_own(case: checks.Case, lists: dict[str, int], mode: s
         again, lse_again = checks.on_device(case, given)
         assert torch.equal(out, again)
         assert torch.equal(lse, lse_again)
-    wider = {
-        name: replace(getattr(case.problem, name), width=getattr(case.problem, name).width + more)
-        for name, more in lists.items()
-    }
-    problem = replace(case.problem, tokens=1, **wider)
+    problem = widened(case.problem, lists)
     for token in (1, 69):
         made = kernel.run(problem, SETTINGS, **checks.of_token(given, token, **lists))
         assert torch.equal(made["out"][0], out[token])
