@@ -9,8 +9,8 @@ together, each at its wait.
 
 Traps. Every thread block has to wait: a kernel whose blocks do not may end before the launch
 preceding it; the next kernel waits for this one only, and would start too soon. And what runs
-before the wait may run while any earlier launch does: it may ask L2 for memory, and read none but weights
-that nothing writes. Who reads more has a launch in front that calls `follow_alone`.
+before the wait may run while any earlier launch does: it may ask L2 for memory, and read none but
+weights that nothing writes. Who reads more has a launch in front that calls `follow_alone`.
 """
 
 from __future__ import annotations
