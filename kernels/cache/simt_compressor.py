@@ -28,7 +28,7 @@ from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache.problem import CHANNELS_OF_THREAD, ROWS_AT_ONCE, PoolForm, PoolProblem
 from degarble.kernels.primitives.device_words import power, rounded_words, store, vectors
 from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Storage
-from degarble.kernels.runtime.pdl import EARLY, follow, follow_alone
+from degarble.kernels.runtime.pdl import EARLY, follow, wait_then_let_follow
 
 # --------------------------------------------------------------------------------------------------
 # Rows in registers: new rows of this call, carried rows of a ring.
@@ -480,7 +480,7 @@ def pool_kernel(tensors: PoolTensors, extents: tuple[Any, ...], form: cutlass.Co
         follow()
         pool_alone(tensors, shared, extents, numbers, form)
     else:
-        follow_alone()  # keep_kernel reads, before it waits, what launches before this one made
+        wait_then_let_follow()  # keep_kernel reads, before it waits, what launches before this one made
         pool_new_rows(tensors, shared, extents, numbers, form)
 
 
@@ -502,7 +502,7 @@ def keep_kernel(tensors: PoolTensors, rings: Any, form: cutlass.Constexpr) -> No
     if wanted:
         read_kept(tensors, kept, place, numbers, form)
     # The loads above overlap the pool kernel's end; the stores may not.
-    follow_alone()  # until no window reads a ring any more
+    wait_then_let_follow()  # until no window reads a ring any more
     if wanted:
         write_kept(tensors, kept, place, numbers, form)
 

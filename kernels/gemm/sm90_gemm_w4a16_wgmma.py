@@ -392,7 +392,8 @@ def add_runs(
         at = memory.activations + row * form.sum_stride + output * 4
         first = place.tile * form.outputs + output
         if first < outputs:
-            # All reads first: reads from another thread block are slow, so they have to overlap.
+            # All reads first: reads from another thread block are slow, so they have to overlap. A
+            # read without a store behind it could be under way when this thread block says it left.
             runs = [ptx.shared_numbers(at, rank, form.ranks) for rank in range(form.ranks)]
             numbers = [scaled_total([run[i] for run in runs], scale) for i in range(4)]
             ptx.store_four_rounded(out + Int64((row * outputs + first) * 2), numbers)

@@ -15,7 +15,7 @@ Barriers, each with a full and an empty phase: a stage (1 arrival plus bytes; 16
 Early (`form.early`): the loading warp does not wait for the previous launch. What it reads must be
 older than that: weights that nothing writes, and the experts' numbers of a router that ended before
 the previous launch let this one begin. Where numbers come from a router, the launch in front of
-such a form calls `follow_alone` first.
+such a form calls `wait_then_let_follow` first.
 Shape letters: N outputs, K columns.
 """
 
@@ -44,7 +44,7 @@ from degarble.kernels.moe.problem import NONE
 from degarble.kernels.primitives import device_words as words
 from degarble.kernels.primitives.e2m1 import PAIRS
 from degarble.kernels.primitives.quantise_problem import SWIGLU, VALUES
-from degarble.kernels.runtime.pdl import EARLY, follow_alone, wait_for_front
+from degarble.kernels.runtime.pdl import EARLY, wait_for_front, wait_then_let_follow
 
 NOBODY = 0xFFFF_FFFF  # the number of no row and of no matrix
 SECOND_HALF = 8 * facts.LINE  # bytes from a place's codes to those of the eighth after it
@@ -422,7 +422,7 @@ def walk_kernel(
             wait_for_front()
         load_units(views, pointers, memory, task, lane, form)
     else:
-        follow_alone()  # the next launch may load early what this one has waited for
+        wait_then_let_follow()  # the next launch may load early what this one has waited for
         if warp < facts.WARPS:
             multiply_units(pointers, memory, task, (warp, lane), form)
         else:

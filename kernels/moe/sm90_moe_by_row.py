@@ -48,7 +48,7 @@ from degarble.kernels.runtime.kernel import (
     Storage,
     renamed,
 )
-from degarble.kernels.runtime.pdl import EARLY, follow_alone
+from degarble.kernels.runtime.pdl import EARLY, wait_then_let_follow
 from degarble.kernels.runtime.targets import SM90A
 
 # ---- rows quantised and decoded ------------------------------------------------------------------
@@ -59,7 +59,7 @@ def decode_kernel(
     tensors: tuple[Any, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
 ) -> None:
     """Quantise a row with its expert's scale, and write codes times block scales."""
-    follow_alone()  # products behind read, before they wait, what a router made before this launch
+    wait_then_let_follow()  # products behind read, before they wait, what a router made before this launch
     values, experts, scales, decoded = tensors[:4]
     blocks, shared, routed, count, chosen = (Uint32(extent) for extent in extents)
     thread, _, _ = cute.arch.thread_idx()

@@ -10,7 +10,7 @@ together, each at its wait.
 Traps. Every thread block has to wait: a kernel whose blocks do not may end before the launch
 preceding it; the next kernel waits for this one only, and would start too soon. And what runs
 before the wait may run while any earlier launch does: it may ask L2 for memory, and read none but
-weights that nothing writes. Who reads more has a launch in front that calls `follow_alone`.
+weights that nothing writes. Who reads more has a launch in front that calls `wait_then_let_follow`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def follow() -> None:
         wait_for_front()
 
 
-def follow_alone() -> None:
+def wait_then_let_follow() -> None:
     """Wait for the previous launch, and only then let the next one be set up.
 
     It is for a launch behind which one reads, before its own wait, what earlier launches made.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm.problem import OPERANDS, GemmForm
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.references import tensor_core
@@ -157,6 +158,23 @@ def test_scales_that_are_one_are_left_out(scales: str) -> None:
     got = checks.multiply(checks.hopper("fp8_block"), plain, case.problem)
     want = (integers[0].double() @ integers[1].double().T).bfloat16()
     assert torch.equal(got, want)
+
+
+SECOND_TILES = (4352, 1288, 672)  # more tiles than processors, each of an odd number of slots
+
+
+def test_tiles_of_many_rows_are_more_than_processors() -> None:
+    case = checks.table_case("fp8_block", SECOND_TILES, "float32", seed=6)
+    tactic = case.form.tactic
+    tiles = ceil_div(SECOND_TILES[0], tactic.rows) * ceil_div(SECOND_TILES[1], tactic.columns)
+    assert (tactic.rows, tactic.columns) == (256, 128)
+    assert tiles > 132
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("scales", ["float32", "ue8m0"])
+def test_factors_of_a_second_tile_are_its_own(scales: str) -> None:
+    assert not checks.mismatch(checks.table_case("fp8_block", SECOND_TILES, scales, seed=6))
 
 
 # --------------------------------------------------------------------------------------------------
