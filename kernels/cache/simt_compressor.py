@@ -480,7 +480,8 @@ def pool_kernel(tensors: PoolTensors, extents: tuple[Any, ...], form: cutlass.Co
         follow()
         pool_alone(tensors, shared, extents, numbers, form)
     else:
-        wait_then_let_follow()  # keep_kernel reads, before it waits, what launches before this one made
+        # keep_kernel reads, before it waits, what launches before this one made.
+        wait_then_let_follow()
         pool_new_rows(tensors, shared, extents, numbers, form)
 
 

@@ -59,7 +59,8 @@ def decode_kernel(
     tensors: tuple[Any, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
 ) -> None:
     """Quantise a row with its expert's scale, and write codes times block scales."""
-    wait_then_let_follow()  # products behind read, before they wait, what a router made before this launch
+    # The product behind reads, before it waits, what a router made before this launch.
+    wait_then_let_follow()
     values, experts, scales, decoded = tensors[:4]
     blocks, shared, routed, count, chosen = (Uint32(extent) for extent in extents)
     thread, _, _ = cute.arch.thread_idx()
