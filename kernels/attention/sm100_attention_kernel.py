@@ -441,8 +441,8 @@ def weigh_tiles(
         found = read_fragment(logits_at + buffer * facts.TILE, REPEATS_OF_LOGITS)
         for i in cutlass.range_constexpr(len(found)):
             logits[i] = found[i]
-        present, beyond = hopper.masks_of(memory.places.masks, stage, lane)
-        hopper.hide(logits, present, beyond, lane)
+        masks = hopper.masks_of(memory.places.masks, stage, lane)
+        hopper.hide(logits, masks, lane)
         factors = weigh(memory, lane, logits, state, to_powers)
         if step > 0:
             # The matrix unit still adds the last tile to the output that is rescaled here.
@@ -460,7 +460,7 @@ def weigh(
 ) -> Any:
     """Turn logits into shares relative to the running peak of all keys; return rows' factors."""
     peaks, totals = state
-    tops = [own_top(logits, row) for row in range(2)]
+    tops = [hopper.largest_logit(logits, row) for row in range(2)]
     for row in cutlass.range_constexpr(2):
         if lane.quad == 0:
             ptx.store_number(hopper.counts_at(memory, lane, lane.half, row), tops[row])
@@ -485,16 +485,6 @@ def weigh(
     # The next tile's maxima must not overwrite this one's before all have read them.
     cute.arch.barrier(barrier_id=hopper.SHARES_READY, number_of_threads=threads)
     return factors
-
-
-def own_top(logits: Any, row: int) -> Any:
-    """Return the largest logit of a row among a warpgroup's keys: the same in a quad."""
-    top = logits[2 * row]
-    for i in range(1, 2 * hopper.BLOCKS):
-        top = ptx.larger(top, logits[i // 2 * 4 + 2 * row + i % 2])
-    for distance in (1, 2):
-        top = ptx.larger(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
-    return top
 
 
 @cute.jit

@@ -19,6 +19,8 @@ begin the next tile's logits; wait for P V; arrive at empty. Splits end in the w
 (together = 0), alone (1), by exchange.merge_two (2) or by cluster.write_rows (3 to 8).
 """
 
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import cutlass
@@ -426,25 +428,70 @@ def give_back(memory: Sm90AttentionMemory, lane: AttentionLane, stage: Any) -> N
     shared.arrive(memory.places.full + (facts.STAGES + stage) * 8, lane.lane == 0)
 
 
-def masks_of(masks: Any, stage: Any, lane: AttentionLane) -> tuple[Any, Any]:
+def masks_of(masks: Any, stage: Any, lane: AttentionLane) -> tuple[list[Any], list[Any]]:
     """Return two 32-bit masks of a warpgroup's keys: present, and beyond the cache."""
     at = masks + stage * (2 * facts.TILE // 8) + Uint32(lane.half) * (facts.KEYS // 8)
-    (present,), (beyond,) = (shared.shared_words(at + i * (facts.TILE // 8), 1) for i in range(2))
+    present, beyond = (shared.shared_words(at + i * (facts.TILE // 8), 1) for i in range(2))
     return present, beyond
 
 
 @cute.jit
-def hide(logits: Any, present: Any, beyond: Any, lane: AttentionLane) -> None:
-    """Set logits of absent keys to -inf, and those of keys beyond the cache to NaN."""
-    if present != 0xFFFF_FFFF:
-        for block in cutlass.range_constexpr(BLOCKS):
+def hide(logits: Any, masks: tuple[list[Any], list[Any]], lane: AttentionLane) -> None:
+    """Set logits of absent keys to -inf, and those of keys beyond the cache to NaN.
+
+    Masks: of keys that are present, and of those beyond, a word for 32 keys each.
+    """
+    present, beyond = masks
+    if reduce(and_, present) != 0xFFFF_FFFF:
+        for block in cutlass.range_constexpr(BLOCKS * len(present)):
             for i in cutlass.range_constexpr(4):
-                key = Uint32(lane.quad) * 2 + (block * 8 + i % 2)
+                key = Uint32(lane.quad) * 2 + (block % BLOCKS * 8 + i % 2)
                 absent = ops.select(
-                    gather.bit(beyond, key) == 1, Float32(NAN), Float32(-float("inf"))
+                    gather.bit(beyond[block // BLOCKS], key) == 1,
+                    Float32(NAN),
+                    Float32(-float("inf")),
                 )
-                here = gather.bit(present, key) == 1
+                here = gather.bit(present[block // BLOCKS], key) == 1
                 logits[block * 4 + i] = ops.select(here, logits[block * 4 + i], absent)
+
+
+def largest_logit(logits: Any, row: int) -> Any:
+    """Return the largest logit of a row, over all lanes that hold it."""
+    top = logits[2 * row]
+    # Fragment: per eight columns two of this row, two of the row eight further on.
+    for i in range(1, cute.size(logits) // 2):
+        top = ptx.larger(top, logits[i // 2 * 4 + 2 * row + i % 2])
+    for distance in (1, 2):
+        top = ptx.larger(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
+    return top
+
+
+def moved_peak(top: Any, before: Any) -> tuple[Any, Any, Any]:
+    """Return a row's new peak, what is subtracted from logits, and the factor of older sums."""
+    peak = ops.select(top > ops.add_rn(before, Float32(LEEWAY)), top, before)
+    # -inf while no key has come: -inf - -inf would be NaN.
+    against = merging.finite(peak)
+    return peak, against, ptx.power_of_two(ops.subtract_rn(before, against))
+
+
+def put_shares(
+    registers: tuple[Any, Any], row: int, lane: AttentionLane, powers: tuple[Any, Any], to: Any
+) -> Any:
+    """Write a row's shares to registers and shared memory; return their sum, of this lane alone.
+
+    Powers: the factor to base 2 and what is subtracted; `to` is an address and the first chunk.
+    """
+    (logits, words), (to_powers, against), (shares_at, first) = registers, powers, to
+    total = Float32(0.0)
+    for block in range(cute.size(logits) // 4):
+        at = block * 4 + 2 * row
+        pair = [ptx.power_of_two(ops.fma_rn(logits[at + i], to_powers, -against)) for i in range(2)]
+        total = ops.add_rn(total, ops.add_rn(pair[0], pair[1]))
+        place = gather.address_in_tile(Uint32(lane.row) + 8 * row, first + block)
+        word = ptx.pair_rounded(pair[0], pair[1])
+        ptx.store_word(shares_at + place + Uint32(lane.quad) * 4, word)
+        words[block * 2 + row] = word
+    return total
 
 
 @cute.jit
@@ -466,16 +513,10 @@ def weigh(
         logits = exchange.joined(memory, lane, logits, entry)
     words = cute.recast_tensor(own_shares, Uint32)
     to_powers, stage = step
-    present, beyond = masks_of(memory.places.masks, stage, lane)
-    hide(logits, present, beyond, lane)
+    hide(logits, masks_of(memory.places.masks, stage, lane), lane)
     tops = []
     for row in cutlass.range_constexpr(2):
-        top = logits[2 * row]
-        # Fragment: per eight columns two of this row, two of the row eight further on.
-        for i in cutlass.range_constexpr(1, 2 * BLOCKS):
-            top = ptx.larger(top, logits[i // 2 * 4 + 2 * row + i % 2])
-        for distance in (1, 2):
-            top = ptx.larger(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
+        top = largest_logit(logits, row)
         tops.append(top)
         if lane.quad == 0:
             ptx.store_number(counts_at(memory, lane, lane.half, row), top)
@@ -484,23 +525,10 @@ def weigh(
     for row in cutlass.range_constexpr(2):
         other = ptx.number_at(counts_at(memory, lane, 1 - lane.half, row))
         top = ops.multiply_rn(ptx.larger(tops[row], other), to_powers)
-        peak = ops.select(top > ops.add_rn(peaks[row], Float32(LEEWAY)), top, peaks[row])
-        # -inf while no key has come: -inf - -inf would be NaN.
-        against = merging.finite(peak)
-        factor = ptx.power_of_two(ops.subtract_rn(peaks[row], against))
+        peak, against, factor = moved_peak(top, peaks[row])
         peaks[row] = peak
-        total = Float32(0.0)
-        for block in cutlass.range_constexpr(BLOCKS):
-            at = block * 4 + 2 * row
-            pair = [
-                ptx.power_of_two(ops.fma_rn(logits[at + i], to_powers, -against)) for i in range(2)
-            ]
-            total = ops.add_rn(total, ops.add_rn(pair[0], pair[1]))
-            chunk = Uint32(lane.half) * (facts.KEYS // rows.HALF) + block
-            place = gather.address_in_tile(Uint32(lane.row) + 8 * row, chunk)
-            word = ptx.pair_rounded(pair[0], pair[1])
-            ptx.store_word(memory.shares_at + place + Uint32(lane.quad) * 4, word)
-            words[block * 2 + row] = word
+        to = memory.shares_at, Uint32(lane.half) * (facts.KEYS // rows.HALF)
+        total = put_shares((logits, words), row, lane, (to_powers, against), to)
         # Of this lane's keys only; share_totals adds lanes and warpgroups at the end.
         totals[row] = ops.fma_rn(totals[row], factor, total)
         factors.append(factor)

@@ -37,7 +37,6 @@ from degarble.kernels.runtime.pdl import EARLY, follow
 
 FIRST, SECOND = 5, 6  # named barriers: shares and peaks of a pair's first tile, of its second
 PARTS = facts.PARTS
-BLOCKS = facts.TILE // 8
 STEPS_OF_TILE = facts.TILE // base.STEP
 STEPS_OF_PART = facts.COLUMNS // base.STEP
 SHARES_BYTES = 2 * facts.HEADS * facts.TILE
@@ -273,23 +272,6 @@ def give_back(memory: Any, lane: Any, of: tuple[int, int]) -> None:
 
 
 @cute.jit
-def hide(logits: Any, masks: Any, lane: Any) -> None:
-    """Set logits of absent keys to -inf, and those of keys beyond the cache to NaN."""
-    present, beyond = masks[0], masks[1]
-    if (present[0] & present[1]) != 0xFFFF_FFFF:
-        for block in cutlass.range_constexpr(BLOCKS):
-            for i in cutlass.range_constexpr(4):
-                key = Uint32(lane.quad) * 2 + (block % 4 * 8 + i % 2)
-                absent = ops.select(
-                    gather.bit(beyond[block // 4], key) == 1,
-                    Float32(base.NAN),
-                    Float32(-float("inf")),
-                )
-                here = gather.bit(present[block // 4], key) == 1
-                logits[block * 4 + i] = ops.select(here, logits[block * 4 + i], absent)
-
-
-@cute.jit
 def weigh(
     memory: Any,
     lane: Any,
@@ -304,34 +286,17 @@ def weigh(
     to_powers, shares_at, number = step
     at = memory.places.masks + number * (2 * facts.TILE // 8)
     masks = [shared.shared_words(at + i * (facts.TILE // 8), 2) for i in range(2)]
-    hide(logits, masks, lane)
+    base.hide(logits, masks, lane)
     factors = cute.make_rmem_tensor(2, Float32)
     for row in cutlass.range_constexpr(2):
-        top = logits[2 * row]
-        # Fragment: per eight columns two of this row, two of the row eight further on.
-        for i in cutlass.range_constexpr(1, 2 * BLOCKS):
-            top = ptx.larger(top, logits[i // 2 * 4 + 2 * row + i % 2])
-        for distance in (1, 2):
-            top = ptx.larger(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
-        top = ops.multiply_rn(top, to_powers)
-        peak = ops.select(top > ops.add_rn(peaks[row], Float32(base.LEEWAY)), top, peaks[row])
-        # -inf while no key has come: -inf - -inf would be NaN.
-        against = merging.finite(peak)
-        factors[row] = ptx.power_of_two(ops.subtract_rn(peaks[row], against))
+        top = ops.multiply_rn(base.largest_logit(logits, row), to_powers)
+        peak, against, factor = base.moved_peak(top, peaks[row])
+        factors[row] = factor
         peaks[row] = peak
         if lane.quad == 0:
             ptx.store_number(base.counts_at(memory, lane, number, row), peak)
-        total = Float32(0.0)
-        for block in cutlass.range_constexpr(BLOCKS):
-            of = block * 4 + 2 * row
-            pair = [
-                ptx.power_of_two(ops.fma_rn(logits[of + i], to_powers, -against)) for i in range(2)
-            ]
-            total = ops.add_rn(total, ops.add_rn(pair[0], pair[1]))
-            place = gather.address_in_tile(Uint32(lane.row) + 8 * row, Uint32(block))
-            word = ptx.pair_rounded(pair[0], pair[1])
-            ptx.store_word(shares_at + place + Uint32(lane.quad) * 4, word)
-            words[block * 2 + row] = word
+        to = shares_at, Uint32(0)
+        total = base.put_shares((logits, words), row, lane, (to_powers, against), to)
         # Of this lane's keys only; share_totals adds lanes and warpgroups at the end.
         totals[row] = ops.fma_rn(totals[row], factors[row], total)
     return factors

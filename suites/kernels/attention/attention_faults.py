@@ -169,7 +169,7 @@ def _unswizzled(true: Any, *given: Any) -> Any:
 
 
 FAULTS_IN_TURNS = (
-    Fault("mask of -1 dropped in turns", _TURNS, "hide", _nothing, _PREFILL),
+    Fault("mask of -1 dropped in turns", _KERNEL, "hide", _nothing, _PREFILL),
     Fault("own peaks without rescaling", _TURNS, "rescale_where", _nothing, _STEEP_PREFILL),
     Fault("taken peaks without rescaling", _TURNS, "taken_peaks", _no_factors, _STEEP_PREFILL),
     Fault("shares of the first tile twice", _TURNS, "shares_of", _first_shares, _PREFILL),
