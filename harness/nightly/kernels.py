@@ -19,9 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from itertools import product
+from itertools import groupby, product
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.history.ledger import Failure
@@ -36,13 +38,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MARKERS = {SM90A.name: ("h200", "gpu"), SM100A.name: ("b200", "gpu")}  # gpu: of any device
-PROCESSES = 12  # at once: each compiles on one core, and they share the device
+PROCESSES = 16  # at once: each compiles on one core, and they share the device
 SUITE_SECONDS, BENCH_SECONDS = 1800, 1800
 NO_SUITES = (
     "No suites of kernels are installed. Run it in a checkout of degarble, after: pip install -e ."
 )
 _LONG = 200  # characters of what a failing case says
 _RUNNING: set[int] = set()  # sessions of suites
+_SHARES = "degarble.harness.plugins.shares"
+_KERNEL = attrgetter("kernel")
 _NO_CASES = 5  # status of pytest; 0 and 1 are answers
 
 
@@ -53,6 +57,7 @@ class KernelSuites(NamedTuple):
     bench: str
     first_minute: str  # of a Blackwell GPU
     contracts: tuple[Path, ...] = ()  # files of laws: ids of cases begin with a kernel's name
+    shares: Mapping[Path, int] = MappingProxyType({})  # in how many processes a long file runs
     forms: Path | None = None  # list of the forms that suites take from the kernel cache
 
 
@@ -66,6 +71,14 @@ def installed_suites() -> KernelSuites | None:
             kernel_suites: KernelSuites = point.load()
             return kernel_suites
     return None
+
+
+class SuiteRun(NamedTuple):
+    """What one process runs: a file, the cases of one kernel in it, or a share of its cases."""
+
+    path: Path
+    of_kernel: str = ""
+    share: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,14 +140,14 @@ def kernels(config: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
 
 
 def _run_all(suites: KernelSuites, markers: Sequence[str]) -> list[Suite]:
-    """Run every suite of a device, the longest file first; return results by name."""
+    """Run every suite of a device, what takes longest first; return results by name."""
     with (
         TemporaryDirectory() as folder,
         ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool,
     ):
         runs = [
-            (path, Path(folder) / f"{number}.xml", markers, *kernel)
-            for number, (path, *kernel) in enumerate(runs_of(suites, markers))
+            (Path(folder) / f"{number}.xml", markers, run)
+            for number, run in enumerate(runs_of(suites, markers))
         ]
         try:
             found = list(pool.map(lambda run: run_suite(*run), runs))
@@ -143,14 +156,40 @@ def _run_all(suites: KernelSuites, markers: Sequence[str]) -> list[Suite]:
             for group in tuple(_RUNNING):
                 _end(group)
             raise
-        return sorted(found, key=lambda suite: suite.kernel)
+        return joined(found)
 
 
-def runs_of(suites: KernelSuites, markers: Sequence[str]) -> list[tuple[Path] | tuple[Path, str]]:
-    """Return each kernel of the contracts with its file, then files with suites of a device."""
+def joined(found: Sequence[Suite]) -> list[Suite]:
+    """Return suites by name, the shares of a file as one."""
+    made = []
+    for kernel, suites in groupby(sorted(found, key=lambda suite: suite.kernel), _KERNEL):
+        shares = list(suites)
+        made.append(
+            Suite(
+                kernel,
+                sum(share.cases for share in shares),
+                sum(share.failed for share in shares),
+                next((share.first for share in shares if share.first), ""),
+                "; ".join(share.broken for share in shares if share.broken),
+                "; ".join(share.left for share in shares if share.left),
+            )
+        )
+    return made
+
+
+def runs_of(suites: KernelSuites, markers: Sequence[str]) -> list[SuiteRun]:
+    """Return shares of long files, then each kernel of the contracts, then other files."""
     files = sorted(files_for(suites.folders, markers), key=lambda path: -path.stat().st_size)
-    kernels_of_contracts = product(suites.contracts, MODULES)
-    return [*kernels_of_contracts, *((path,) for path in files if path not in suites.contracts)]
+    long = [path for path in files if path in suites.shares]
+    return [
+        *(
+            SuiteRun(path, share=f"{number + 1}/{suites.shares[path]}")
+            for path in long
+            for number in range(suites.shares[path])
+        ),
+        *(SuiteRun(path, kernel) for path, kernel in product(suites.contracts, MODULES)),
+        *(SuiteRun(path) for path in files if path not in (*long, *suites.contracts)),
+    ]
 
 
 def files_for(folders: Sequence[Path], markers: Sequence[str]) -> list[Path]:
@@ -164,13 +203,16 @@ def _is_marked(path: Path, markers: Sequence[str]) -> bool:
     return any(f"mark.{marker}" in text for marker in markers)
 
 
-def run_suite(path: Path, report: Path, markers: Sequence[str], of_kernel: str = "") -> Suite:
-    """Run the cases of one file, or those of one kernel in it, in its own process."""
+def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
+    """Run a file, or a part of it, in its own process."""
+    path, of_kernel, own_share = run
     kernel = of_kernel or path.stem.removeprefix("test_")
     line = [sys.executable, "-m", "pytest", "-q", "-m", " or ".join(markers)]
     if of_kernel:
         longer = [name for name in MODULES if of_kernel in name and name != of_kernel]
         line += ["-k", " and not ".join([of_kernel, *longer])]
+    if own_share:
+        line += ["-p", _SHARES, "--share", own_share]
     line += ["-p", "no:cacheprovider", "--junitxml", str(report), str(path)]
     environment = {k: v for k, v in os.environ.items() if k not in _NIGHT_VARIABLES}
     environment["CI"] = "true"  # a package that is missing fails its cases, instead of hiding them

@@ -17,8 +17,9 @@ import pytest
 
 from degarble.harness.history.records import SPEED
 from degarble.harness.nightly import kernels as night_kernels
-from degarble.harness.nightly.kernels import KernelSuites, Suite
+from degarble.harness.nightly.kernels import KernelSuites, Suite, SuiteRun
 from degarble.harness.nightly.night import NightConfig
+from degarble.harness.plugins.shares import read_share
 from degarble.harness.report.verdict import Verdict
 from degarble.kernels.runtime.modules import MODULES
 from degarble.kernels.runtime.targets import SM90A, TARGETS
@@ -69,7 +70,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_suite_is_run_and_read_case_by_case(tmp_path: Path) -> None:
     path = tmp_path / "test_sm90_planted.py"
     path.write_text(SUITE)
-    suite = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",))
+    suite = night_kernels.run_suite(tmp_path / "report.xml", ("night",), SuiteRun(path))
     assert (suite.kernel, suite.cases, suite.failed) == ("sm90_planted", 3, 2)
     assert suite.first.startswith("test_bad[1]: AssertionError: 1 rows are wrong")
     assert suite.left == "2 undecided, first test_left: not here"
@@ -88,7 +89,8 @@ def test_a_suite_without_answers_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, text: str, expected: Suite
 ) -> None:
     monkeypatch.setattr(night_kernels, "_ended", lambda *_: (status, text))
-    suite = night_kernels.run_suite(tmp_path / "test_x.py", tmp_path / "none.xml", ("h200",))
+    run = SuiteRun(tmp_path / "test_x.py")
+    suite = night_kernels.run_suite(tmp_path / "none.xml", ("h200",), run)
     assert suite == expected
     assert suite.verdict is (Verdict.DIFFERS if expected.broken else Verdict.AGREES)
 
@@ -106,7 +108,8 @@ def test_what_a_suite_lacks_and_a_bad_end_are_no_agreement(
 
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr(night_kernels, "_ended", ended)
-    suite = night_kernels.run_suite(tmp_path / "test_x.py", report, ("h200", "gpu"))
+    run = SuiteRun(tmp_path / "test_x.py")
+    suite = night_kernels.run_suite(report, ("h200", "gpu"), run)
     assert suite.broken == "ended with status 1, and no case failed"
     # With CI the plugin fails what lacks a package, and does not leave it out.
     assert (fields["CI"], fields["asked"]) == ("true", "h200 or gpu")
@@ -119,7 +122,7 @@ def test_a_suite_that_hangs_is_ended_and_fails(
     path.write_text(HANGS.format(child=child))
     for seconds in (3, 30, 300):  # on a busy machine a suite needs longer to begin
         monkeypatch.setattr(night_kernels, "SUITE_SECONDS", seconds)
-        suite = night_kernels.run_suite(path, tmp_path / "report.xml", ("h200",))
+        suite = night_kernels.run_suite(tmp_path / "report.xml", ("h200",), SuiteRun(path))
         if child.exists():
             break
     assert suite.broken.startswith("did not end in")
@@ -159,9 +162,9 @@ def test_an_interrupted_night_ends_its_suites(
         (tmp_path / "kernels" / f"test_{name}.py").write_text(f"# mark.h200\n{text}")
     true = night_kernels.run_suite
 
-    def run(path: Path, *rest: Any) -> Suite:
-        if path.stem == "test_hangs":
-            return true(path, *rest)
+    def run(report: Path, markers: tuple[str, ...], of: SuiteRun) -> Suite:
+        if of.path.stem == "test_hangs":
+            return true(report, markers, of)
         while not child.exists() or not child.read_text():
             time.sleep(0.05)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -208,9 +211,9 @@ def test_the_step_names_the_kernel_that_fails(
     for name, mark in (("good", "gpu"), ("bad", "h200"), ("other", "b200")):
         (tmp_path / "kernels" / f"test_{name}.py").write_text(f"@pytest.mark.{mark}\n")
 
-    def run(path: Path, _: Path, markers: tuple[str, ...]) -> Suite:
+    def run(_: Path, markers: tuple[str, ...], of: SuiteRun) -> Suite:
         assert markers == ("h200", "gpu")
-        return said[path.stem.removeprefix("test_")]
+        return said[of.path.stem.removeprefix("test_")]
 
     monkeypatch.setattr(night_kernels, "installed_suites", lambda: suites_in(tmp_path))
     monkeypatch.setattr(night_kernels, "run_suite", run)
@@ -268,7 +271,48 @@ def test_each_kernel_of_the_contract_runs_in_a_process_of_its_own() -> None:
     (contract,) = HERE.contracts
     for markers in night_kernels.MARKERS.values():
         runs = night_kernels.runs_of(HERE, markers)
-        assert [run for run in runs if run[0] == contract] == [(contract, k) for k in MODULES]
+        assert [run for run in runs if run.path == contract] == [
+            SuiteRun(contract, kernel) for kernel in MODULES
+        ]
+
+
+def test_a_long_file_begins_first_in_shares_and_is_one_suite(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    short, long = (tmp_path / "kernels" / f"test_{name}.py" for name in ("short", "long"))
+    short.write_text(SUITE + "\n" * 1000)
+    long.write_text(SUITE)
+    suites = suites_in(tmp_path)._replace(shares={long: 3, tmp_path / "of_another_device.py": 2})
+    expected = [SuiteRun(long, share=f"{number}/3") for number in (1, 2, 3)]
+    assert night_kernels.runs_of(suites, ("night",)) == [*expected, SuiteRun(short)]
+    whole, parts = night_kernels._run_all(suites, ("night",))[::-1]
+    assert (parts.kernel, parts.cases, parts.failed) == ("long", whole.cases, whole.failed)
+    # A share without a case has nothing to say: five cases in all, one of them left out.
+    assert night_kernels.run_suite(
+        tmp_path / "none.xml", ("night",), SuiteRun(long, share="9/9")
+    ) == Suite("long")
+
+
+def test_a_share_that_breaks_off_is_no_agreement() -> None:
+    shares = [Suite("a", 3), Suite("b", 7), Suite("a", broken="broke off"), Suite("a", 2, 1, "x")]
+    a, b = night_kernels.joined(shares)
+    assert (a, b) == (Suite("a", 5, 1, "x", "broke off"), Suite("b", 7))
+    assert a.verdict is Verdict.DIFFERS
+
+
+def test_every_long_file_is_a_suite_of_a_device() -> None:
+    files = {
+        path
+        for markers in night_kernels.MARKERS.values()
+        for path in night_kernels.files_for(HERE.folders, markers)
+    }
+    assert set(HERE.shares) <= files - set(HERE.contracts)
+
+
+def test_what_is_no_share_is_refused() -> None:
+    assert [read_share(text) for text in ("1/1", "2/6")] == [(1, 1), (2, 6)]
+    for text in ("", "0/2", "3/2", "1/0", "a/b", "1/2/3", "-1/2"):
+        with pytest.raises(pytest.UsageError, match="no share"):
+            read_share(text)
 
 
 CONTRACT = """
@@ -289,7 +333,7 @@ def test_cases_of_a_kernel_are_run_and_those_of_no_other(
 ) -> None:
     path = tmp_path / "test_contract.py"
     path.write_text(CONTRACT)
-    suite = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",), kernel)
+    suite = night_kernels.run_suite(tmp_path / "report.xml", ("night",), SuiteRun(path, kernel))
     assert (suite.kernel, suite.cases, suite.failed, suite.broken) == (kernel, cases, failed, "")
 
 

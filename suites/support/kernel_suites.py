@@ -16,6 +16,10 @@ HERE = KernelSuites(
     folders=tuple(_SUITES / name for name in ("backends", "formats", "kernels", "support")),
     bench="degarble.suites.bench.night",
     first_minute="degarble.suites.support.probes.sm100_first_minute",
+    shares={
+        _SUITES / "backends" / "cutedsl" / "test_cutedsl_h200.py": 6,
+        _SUITES / "kernels" / "test_memory_checker.py": 8,
+    },
     contracts=(_SUITES / "kernels" / "test_contract.py",),
     forms=_SUITES / "backends" / "needed_forms.json",
 )
