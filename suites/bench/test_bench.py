@@ -45,6 +45,8 @@ from degarble.suites.bench.__main__ import (
     replaced,
 )
 from degarble.suites.bench.runner import (
+    PAGE,
+    SLOW_STEP,
     Arm,
     Bench,
     Claim,
@@ -54,6 +56,7 @@ from degarble.suites.bench.runner import (
     Table,
     Target,
     call,
+    copied,
     rendered,
     timed,
 )
@@ -605,3 +608,18 @@ def test_alarms_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return values
 
     assert detection.alarms_a_year(stepping) == 10 / detection.YEARS
+
+
+@pytest.mark.parametrize("megabytes", [1024, 1088, 2048, 3072, 1000, 1200, 512, 64])
+def test_no_copy_has_a_size_that_is_slow(megabytes: int) -> None:
+    moved = megabytes << 20
+    half = copied(moved)
+    assert half % PAGE == 0
+    assert half < 1 << 29 or half % SLOW_STEP
+    assert 0 <= moved - 2 * half <= SLOW_STEP, "a rate of nearly as many bytes"
+
+
+def test_little_is_copied_by_whole_pages() -> None:
+    assert [copied(moved) for moved in (1, 2 * PAGE, 3 * PAGE, 5 * PAGE)] == [
+        PAGE, PAGE, PAGE, 2 * PAGE
+    ]  # fmt: skip
