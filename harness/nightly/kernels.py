@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MARKERS = {SM90A.name: ("h200", "gpu"), SM100A.name: ("b200", "gpu")}  # gpu: of any device
-PROCESSES = 16  # at once: each compiles on one core, and they share the device
+PROCESSES = 32  # at once: each compiles on one core, and they share the device
 SUITE_SECONDS, BENCH_SECONDS = 1800, 1800
 NO_SUITES = (
     "No suites of kernels are installed. Run it in a checkout of degarble, after: pip install -e ."
