@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from degarble.harness.formats import scalar_ops as codecs
@@ -30,10 +30,16 @@ from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_nvfp4 as gemm
+from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.gemm.nvfp4_stages import BLOCKS, WORDS
 from degarble.kernels.moe.problem import GATE_AND_UP
 from degarble.kernels.primitives import device_words as words
-from degarble.kernels.primitives.e2m1 import PAIRS, bf16_pairs
+from degarble.kernels.primitives.e2m1 import (
+    HALF_SCALE_EXPONENT,
+    HALF_VALUE_EXPONENT,
+    PAIRS,
+    fp16_pairs,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Decode stages of 128 or 256 NVFP4 numbers along K, span by span, for tiles of few rows (sm_90a).
@@ -42,12 +48,27 @@ from degarble.kernels.primitives.e2m1 import PAIRS, bf16_pairs
 # length. Layout of a stage: a row is 64 or 128 bytes of codes whose 16-byte chunks TMA's swizzle
 # permutes, and one word of scales (four blocks) in each 128x4 tile.
 #
+# Numbers are FP16, which holds code times scale exactly and takes fewer instructions than BF16
+# (e2m1.fp16_pairs). They come out times 2**-7 where those of other tiles are times 2**-8: sums
+# differ by a power of two alone, until they are restored.
+#
 # Reading and decoding are two steps: registers that a wgmma reads may be overwritten only after it
 # was waited for, while reads of shared memory need not wait for that.
 
 CHUNKS = 2  # of 16 bytes of codes in a span
 FRAGMENT_WORDS = 16  # of a thread's part of a span of 64 rows
 SWIZZLED_ROWS = 8
+SCALE_BITS = 0x7F7F_7F7F  # without signs; those of four scales
+
+
+def half_pairs(word: Any) -> list[Any]:
+    """Return a word's codes j and j + 4 as FP16 numbers times 2**-14."""
+    return fp16_pairs(word, ptx.permuted_bytes, Uint32)
+
+
+def times(pair: Any, scale: Any) -> Any:
+    """Multiply two pairs of FP16 numbers, subnormals included (PTX ISA 9.1, mul.f16x2)."""
+    return ptx.emit("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", [Uint32], pair, scale)
 
 
 def chunk_of_codes(row: Any, chunk: Any, spans: int) -> Any:
@@ -95,12 +116,14 @@ def decode_rows(
 ) -> None:
     """Decode a span that was read into wgmma's registers, as nvfp4_stages.decode_fragment does.
 
-    `place` is the index of the span among those that the registers hold.
+    `mask` has the bits that count of both rows' scales; `place` is the index of the span among
+    those that the registers hold.
     """
     codes, bits = read
     both = scales_of_rows(bits, block, mask)
     for i in range(2):
-        pairs = stages.decoded(codes[i], stages.doubled(both, upper=i == 1))
+        scale = ptx.twice(both, i)
+        pairs = [pair for word in codes[i] for pair in ptx.decoded_halves(word, scale)]
         for step in range(BLOCKS):
             at = FRAGMENT_WORDS * place + 4 * step + i
             fragment[at] = pairs[2 * step]
@@ -108,10 +131,19 @@ def decode_rows(
 
 
 def scales_of_rows(bits: list[Any], block: Any, mask: Any) -> Any:
-    """Return the decoded scales of block q in rows g and g + 8 as one pair."""
-    kept = (bit & mask for bit in bits)
-    upper, lower = (codecs.shift_right(each, Uint32(block) * 8) & 0x7F for each in kept)
-    return stages.scale_pairs(codecs.shift_left(upper, 4) + codecs.shift_left(lower, 20))
+    """Return the scales of block q in rows g and g + 8, times 2**7, as one pair."""
+    return ptx.half_scales(ptx.chosen_bytes(*bits, of_block(block)) & mask)
+
+
+def of_block(block: Any) -> Any:
+    """Return how byte q of one word is chosen, and then byte q of another one."""
+    return Uint32(block) * 0x11 + Uint32(4 << 4)
+
+
+def edges_of(blocks: Any, block: Any, last: Any, of_stage: int) -> list[Any]:
+    """Return which bits of block q's scales count in each span of the last stage."""
+    masks = (mask_of(blocks, last * of_stage + span) for span in range(of_stage))
+    return [ptx.chosen_bytes(each, each, of_block(block)) & Uint32(SCALE_BITS) for each in masks]
 
 
 # ---- tokens: shared memory ---------------------------------------------------------------------
@@ -128,17 +160,19 @@ def decode_span(
     row, first, span = place
     (source, target, mask), (rows, spans) = at, extents
     bits = stages.words_at(shared.b_scales, word_of_scales(row + first, span, spans), source, 1)[0]
-    of_block = stages.scales_of_blocks(bits & mask)
+    bits = bits & mask & Uint32(SCALE_BITS)
+    halves = [ptx.half_scales(codecs.shift_right(bits, 16 * half)) for half in range(2)]
+    scales = [ptx.twice(both, which) for both in halves for which in range(2)]
     read = []
     for chunk in range(CHUNKS):
         index = chunk_of_codes(row, CHUNKS * span + chunk, spans)
         read += stages.words_at(shared.b, index, source, 4)
     for word in range(WORDS):
-        pairs = [bf16_pairs(read[WORDS * block + word], Uint32) for block in range(BLOCKS)]
+        pairs = [half_pairs(read[WORDS * block + word]) for block in range(BLOCKS)]
         for pair in range(PAIRS):
             made = cute.make_rmem_tensor(BLOCKS, Uint32)
             for block in range(BLOCKS):
-                made[block] = stages.times(pairs[block][pair], of_block[block])
+                made[block] = times(pairs[block][pair], scales[block])
             chunk = chunk_of_numbers(row, word * PAIRS + pair, span, rows)
             cute.autovec_copy(made, shared.numbers[None, chunk, target])
 
@@ -151,6 +185,8 @@ BLOCK_WORDS = stages.BLOCK // 2
 DECODERS = 3  # warps
 AT_ONCE = 2  # spans of B that registers hold
 OPERANDS = ("a", "b", "scales of a", "scales of b")
+# What sums of products of two decoded numbers are multiplied by, which is exact.
+RESTORE = 2.0 ** (-2 * (HALF_VALUE_EXPONENT + HALF_SCALE_EXPONENT))
 
 
 class OutgoingTile(NamedTuple):
@@ -235,7 +271,7 @@ def few_kernel(
             decode((ring, decoded), walk, few.tokens, (steps, extents[1] // stages.BLOCK), of_gemm)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
-        mma = mainloop.mma_of(BFloat16, tactic.rows, warpgroup.OperandSource.RMEM)
+        mma = mainloop.mma_of(Float16, tactic.rows, warpgroup.OperandSource.RMEM)
         consume((ring, decoded), (mma, few, group - 1), leaving, (groups, walk, extents), form)
 
 
@@ -341,7 +377,8 @@ def multiply(rings: Any, states: Any, fragments: Any, work: Any, tactic: cutlass
     thread, _, _ = cute.arch.thread_idx()
     within, of_stage = Int32(thread) % facts.WARPGROUP, tactic.inner // stages.STAGE_K
     place = (first + within // facts.WARP * 16 + within % facts.WARP // 4, within % 4)
-    given = (shared, place, blocks, of_stage)
+    edges = edges_of(blocks, place[1], steps - 1, of_stage)
+    given = (shared, place, edges, steps - 1)
 
     before = source.clone()
     state, before = add_stage(
@@ -367,7 +404,8 @@ def add_stage(
     """
     ring, decoded = rings
     state, source, before = states
-    shared, place, blocks, of_stage, step = given
+    shared, place, edges, last, step = given
+    of_stage = len(edges)
     ring.consumer_wait(state)
     read = []
     for span in range(of_stage):
@@ -381,7 +419,7 @@ def add_stage(
         if not begins and span == AT_ONCE - 1:
             before = release(decoded, before)
         registers = cute.recast_tensor(fragments[2], Uint32)
-        mask = mask_of(blocks, step * of_stage + span)
+        mask = codecs.select(step == last, edges[span], Uint32(SCALE_BITS))
         decode_rows(read[span], registers, place[1], mask, span % AT_ONCE)
         if span == 0:
             decoded.consumer_wait(source)
@@ -419,9 +457,9 @@ def decoded_tensor(shared: Any, form: Any) -> Any:
     """View decoded A as wgmma reads it."""
     tactic = form.tactic
     layout = mainloop.staged_layout(
-        BFloat16, tactic.rows, tactic.inner, facts.decoded_stages(form), mainloop.Swizzle.K_SW128
+        Float16, tactic.rows, tactic.inner, facts.decoded_stages(form), mainloop.Swizzle.K_SW128
     )
-    pointer = cute.recast_ptr(shared.numbers.iterator, layout.inner, dtype=BFloat16)
+    pointer = cute.recast_ptr(shared.numbers.iterator, layout.inner, dtype=Float16)
     return cute.make_tensor(pointer, layout.outer)
 
 
@@ -486,7 +524,7 @@ def weight_of(leaving: Any, row: Any) -> Any:
 def scales_of(groups: Any, matrix: Any, expert: Any) -> tuple[Any, Any]:
     """Return the factors of a matrix's sums, the exact power of two first."""
     of_a, of_b = Float32(groups.scale_a[expert]), Float32(groups.scale_b[matrix])
-    return stages.RESTORE, codecs.multiply_rn(of_a, of_b)
+    return RESTORE, codecs.multiply_rn(of_a, of_b)
 
 
 @cute.jit

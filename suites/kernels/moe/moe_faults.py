@@ -166,7 +166,7 @@ FAULTS = (
     Fault("few rows: scales of another span", _SPANS, "word_of_scales", _first_span, rows=16),
     Fault("few rows: unwritten span", _SPANS, "chunk_of_numbers", _first_span_written, rows=32),
     Fault("few rows: codes as if not swizzled", _SPANS, "chunk_of_codes", _not_swizzled, rows=32),
-    Fault("few rows: tokens' pairs changed", _SPANS, "bf16_pairs", _pairs_changed, rows=64),
+    Fault("few rows: tokens' pairs changed", _SPANS, "half_pairs", _pairs_changed, rows=64),
     Fault("few rows: expert before", _SCHEDULE, "tile_at", expert_before, rows=64),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
