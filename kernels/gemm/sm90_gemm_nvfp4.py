@@ -1,7 +1,7 @@
-"""NVFP4 x NVFP4 GEMM on Hopper (sm_90a), decoded to BF16 because wgmma has no E2M1 input.
+"""NVFP4 x NVFP4 GEMM on Hopper (sm_90a), decoded to FP16 because wgmma has no E2M1 input.
 
 D = (A sA)(B sB)^T in BF16: packed E2M1 codes [rows, K / 2 bytes], E4M3 scales per block of 16 in
-128x4 order, float32 tensor scales sA and sB. Decoded numbers are exact, so sums are those of BF16
+128x4 order, float32 tensor scales sA and sB. Decoded numbers are exact, so sums are those of FP16
 operands, with K in the order of nvfp4_stages within each 64.
 Roles: warpgroup 0 loads and decodes B (64 or 88 registers): its warp 0 issues TMA up to AHEAD = 4
   stages in advance, all four warps decode. Each further warpgroup decodes its own 64 rows of A into
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute, pipeline
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from degarble.harness.formats import scalar_ops as ops
@@ -98,7 +98,7 @@ def gemm_kernel(
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
-        mma = mainloop.mma_of(BFloat16, tactic.columns, warpgroup.OperandSource.RMEM)
+        mma = mainloop.mma_of(Float16, tactic.columns, warpgroup.OperandSource.RMEM)
         sums = mainloop.sums_of(mma, tactic.columns)
         b = mma.make_fragment_B(mma.get_slice(0).partition_B(decoded_tensor(shared, form)))
         outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
@@ -355,9 +355,9 @@ def decoded_tensor(shared: Nvfp4SharedViews, form: GemmForm) -> Any:
     """View decoded B as wgmma reads it."""
     tactic = form.tactic
     layout = mainloop.staged_layout(
-        BFloat16, tactic.columns, tactic.inner, facts.decoded_stages(form), mainloop.Swizzle.K_SW128
+        Float16, tactic.columns, tactic.inner, facts.decoded_stages(form), mainloop.Swizzle.K_SW128
     )
-    pointer = cute.recast_ptr(shared.numbers.iterator, layout.inner, dtype=BFloat16)
+    pointer = cute.recast_ptr(shared.numbers.iterator, layout.inner, dtype=Float16)
     return cute.make_tensor(pointer, layout.outer)
 
 

@@ -31,15 +31,10 @@ from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_nvfp4 as gemm
 from degarble.kernels.gemm import w4a16_instructions as ptx
-from degarble.kernels.gemm.nvfp4_stages import BLOCKS, WORDS
+from degarble.kernels.gemm.nvfp4_stages import BLOCKS, WORDS, half_pairs
 from degarble.kernels.moe.problem import GATE_AND_UP
 from degarble.kernels.primitives import device_words as words
-from degarble.kernels.primitives.e2m1 import (
-    HALF_SCALE_EXPONENT,
-    HALF_VALUE_EXPONENT,
-    PAIRS,
-    fp16_pairs,
-)
+from degarble.kernels.primitives.e2m1 import PAIRS
 
 # --------------------------------------------------------------------------------------------------
 # Decode stages of 128 or 256 NVFP4 numbers along K, span by span, for tiles of few rows (sm_90a).
@@ -48,27 +43,12 @@ from degarble.kernels.primitives.e2m1 import (
 # length. Layout of a stage: a row is 64 or 128 bytes of codes whose 16-byte chunks TMA's swizzle
 # permutes, and one word of scales (four blocks) in each 128x4 tile.
 #
-# Numbers are FP16, which holds code times scale exactly and takes fewer instructions than BF16
-# (e2m1.fp16_pairs). They come out times 2**-7 where those of other tiles are times 2**-8: sums
-# differ by a power of two alone, until they are restored.
-#
 # Reading and decoding are two steps: registers that a wgmma reads may be overwritten only after it
 # was waited for, while reads of shared memory need not wait for that.
 
 CHUNKS = 2  # of 16 bytes of codes in a span
 FRAGMENT_WORDS = 16  # of a thread's part of a span of 64 rows
 SWIZZLED_ROWS = 8
-SCALE_BITS = 0x7F7F_7F7F  # without signs; those of four scales
-
-
-def half_pairs(word: Any) -> list[Any]:
-    """Return a word's codes j and j + 4 as FP16 numbers times 2**-14."""
-    return fp16_pairs(word, ptx.permuted_bytes, Uint32)
-
-
-def times(pair: Any, scale: Any) -> Any:
-    """Multiply two pairs of FP16 numbers, subnormals included (PTX ISA 9.1, mul.f16x2)."""
-    return ptx.emit("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", [Uint32], pair, scale)
 
 
 def chunk_of_codes(row: Any, chunk: Any, spans: int) -> Any:
@@ -120,30 +100,18 @@ def decode_rows(
     those that the registers hold.
     """
     codes, bits = read
-    both = scales_of_rows(bits, block, mask)
+    both = stages.scales_of_rows(bits, block, mask)
     for i in range(2):
-        scale = ptx.twice(both, i)
-        pairs = [pair for word in codes[i] for pair in ptx.decoded_halves(word, scale)]
+        pairs = stages.decoded_halves(codes[i], ptx.twice(both, i))
         for step in range(BLOCKS):
             at = FRAGMENT_WORDS * place + 4 * step + i
             fragment[at] = pairs[2 * step]
             fragment[at + 2] = pairs[2 * step + 1]
 
 
-def scales_of_rows(bits: list[Any], block: Any, mask: Any) -> Any:
-    """Return the scales of block q in rows g and g + 8, times 2**7, as one pair."""
-    return ptx.half_scales(ptx.chosen_bytes(*bits, of_block(block)) & mask)
-
-
-def of_block(block: Any) -> Any:
-    """Return how byte q of one word is chosen, and then byte q of another one."""
-    return Uint32(block) * 0x11 + Uint32(4 << 4)
-
-
-def edges_of(blocks: Any, block: Any, last: Any, of_stage: int) -> list[Any]:
-    """Return which bits of block q's scales count in each span of the last stage."""
-    masks = (mask_of(blocks, last * of_stage + span) for span in range(of_stage))
-    return [ptx.chosen_bytes(each, each, of_block(block)) & Uint32(SCALE_BITS) for each in masks]
+def kept_of_span(left: Any, span: int) -> Any:
+    """Return which bits of a thread's two scales count; `left`: from its block to the end of K."""
+    return codecs.select(left > span * BLOCKS, Uint32(stages.SCALE_BITS), Uint32(0))
 
 
 # ---- tokens: shared memory ---------------------------------------------------------------------
@@ -160,9 +128,7 @@ def decode_span(
     row, first, span = place
     (source, target, mask), (rows, spans) = at, extents
     bits = stages.words_at(shared.b_scales, word_of_scales(row + first, span, spans), source, 1)[0]
-    bits = bits & mask & Uint32(SCALE_BITS)
-    halves = [ptx.half_scales(codecs.shift_right(bits, 16 * half)) for half in range(2)]
-    scales = [ptx.twice(both, which) for both in halves for which in range(2)]
+    of_block = stages.scales_of_blocks(bits & mask)
     read = []
     for chunk in range(CHUNKS):
         index = chunk_of_codes(row, CHUNKS * span + chunk, spans)
@@ -172,7 +138,7 @@ def decode_span(
         for pair in range(PAIRS):
             made = cute.make_rmem_tensor(BLOCKS, Uint32)
             for block in range(BLOCKS):
-                made[block] = times(pairs[block][pair], scales[block])
+                made[block] = stages.times_half(pairs[block][pair], of_block[block])
             chunk = chunk_of_numbers(row, word * PAIRS + pair, span, rows)
             cute.autovec_copy(made, shared.numbers[None, chunk, target])
 
@@ -184,9 +150,10 @@ WORDS_OF_CHUNK, NUMBERS_OF_CHUNK = 4, 8  # of 16 bytes
 BLOCK_WORDS = stages.BLOCK // 2
 DECODERS = 3  # warps
 AT_ONCE = 2  # spans of B that registers hold
+# Spans that are read before they are decoded. Trap: with two, ptxas has too few registers for FC1's
+# tiles of 32 rows, and serialises wgmma.
+READ_AT_ONCE = 1
 OPERANDS = ("a", "b", "scales of a", "scales of b")
-# What sums of products of two decoded numbers are multiplied by, which is exact.
-RESTORE = 2.0 ** (-2 * (HALF_VALUE_EXPONENT + HALF_SCALE_EXPONENT))
 
 
 class OutgoingTile(NamedTuple):
@@ -377,8 +344,7 @@ def multiply(rings: Any, states: Any, fragments: Any, work: Any, tactic: cutlass
     thread, _, _ = cute.arch.thread_idx()
     within, of_stage = Int32(thread) % facts.WARPGROUP, tactic.inner // stages.STAGE_K
     place = (first + within // facts.WARP * 16 + within % facts.WARP // 4, within % 4)
-    edges = edges_of(blocks, place[1], steps - 1, of_stage)
-    given = (shared, place, edges, steps - 1)
+    given = (shared, place, blocks, of_stage)
 
     before = source.clone()
     state, before = add_stage(
@@ -404,22 +370,22 @@ def add_stage(
     """
     ring, decoded = rings
     state, source, before = states
-    shared, place, edges, last, step = given
-    of_stage = len(edges)
+    shared, place, blocks, of_stage, step = given
+    left = blocks - step * (of_stage * BLOCKS) - place[1]
     ring.consumer_wait(state)
     read = []
     for span in range(of_stage):
-        if span % AT_ONCE == 0:
-            some = range(span, span + AT_ONCE)
+        if span % READ_AT_ONCE == 0:
+            some = range(span, span + READ_AT_ONCE)
             read += read_rows(shared, place, state.index, of_stage, some)
-        if span == of_stage - AT_ONCE:
+        if span == of_stage - READ_AT_ONCE:
             state = give_back(ring, state)
         if not begins or span >= AT_ONCE:
             warpgroup.wait_group(AT_ONCE - 1)
         if not begins and span == AT_ONCE - 1:
             before = release(decoded, before)
         registers = cute.recast_tensor(fragments[2], Uint32)
-        mask = codecs.select(step == last, edges[span], Uint32(SCALE_BITS))
+        mask = kept_of_span(left, span)
         decode_rows(read[span], registers, place[1], mask, span % AT_ONCE)
         if span == 0:
             decoded.consumer_wait(source)
@@ -524,7 +490,7 @@ def weight_of(leaving: Any, row: Any) -> Any:
 def scales_of(groups: Any, matrix: Any, expert: Any) -> tuple[Any, Any]:
     """Return the factors of a matrix's sums, the exact power of two first."""
     of_a, of_b = Float32(groups.scale_a[expert]), Float32(groups.scale_b[matrix])
-    return RESTORE, codecs.multiply_rn(of_a, of_b)
+    return stages.RESTORE, codecs.multiply_rn(of_a, of_b)
 
 
 @cute.jit

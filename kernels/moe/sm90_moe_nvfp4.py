@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from degarble.harness.formats import scalar_ops as codecs
@@ -26,6 +26,7 @@ from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_nvfp4 as gemm
+from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.gemm.problem import GemmForm
 from degarble.kernels.moe import few_rows
 from degarble.kernels.moe import problem as moe_problem
@@ -278,15 +279,15 @@ def half_fragment(mma: Any) -> Any:
 
 def scales_of_half(bits: Any, block: Any, mask: Any) -> list[Any]:
     """Return the scales of a thread's two rows, each as a pair of equal halves."""
-    both = few_rows.scales_of_rows(bits, block, mask)
-    return [stages.doubled(both, upper) for upper in (False, True)]
+    both = stages.scales_of_rows(bits, block, stages.kept_of_rows(mask, block))
+    return [ptx.twice(both, row) for row in range(2)]
 
 
 def decode_half(codes: Any, scales: Any, a: Any, half: int) -> None:
     """Decode one word of both rows' blocks: two steps of K."""
     fragment = cute.recast_tensor(a, Uint32)
     for i in range(2):
-        pairs = stages.decoded([codes[i][half]], scales[i])
+        pairs = stages.decoded_halves([codes[i][half]], scales[i])
         for step in range(STEPS_OF_HALF):
             # wgmma's A registers of a step of 16: row g, row g + 8, then both again for k + 8.
             fragment[4 * step + i] = pairs[2 * step]
@@ -355,7 +356,7 @@ def grouped_kernel(
         decode(loading, decoded, shared, extents[1] // stages.BLOCK)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
-        mma = mainloop.mma_of(BFloat16, tactic.columns, warpgroup.OperandSource.RMEM)
+        mma = mainloop.mma_of(Float16, tactic.columns, warpgroup.OperandSource.RMEM)
         of_warpgroup = (mma, shared, pieces, group - 1)
         given = (groups, walk, extents)
         if cutlass.const_expr(facts.has_many_rows(of_gemm)):

@@ -160,9 +160,15 @@ def test_swizzles_are_permutations_of_a_stage() -> None:
 
 def test_products_fit_and_are_restored() -> None:
     from degarble.kernels.gemm import nvfp4_stages as stages  # noqa: PLC0415
-    from degarble.kernels.primitives.e2m1 import SCALE_EXPONENT  # noqa: PLC0415
+    from degarble.kernels.primitives.e2m1 import (  # noqa: PLC0415
+        HALF_SCALE_EXPONENT,
+        SCALE_EXPONENT,
+    )
 
     largest = 6 * 448 * 2.0**stages.PRODUCT_EXPONENT
     assert largest < 2.0**127
     assert 448 * 2.0**SCALE_EXPONENT < 2.0**127
-    assert stages.RESTORE * 2.0 ** (2 * stages.PRODUCT_EXPONENT) == 1
+    assert stages.RESTORE * 2.0 ** (2 * stages.DECODED_EXPONENT) == 1
+    most_of_fp16 = 65_504
+    assert most_of_fp16 > 448 * 2.0**HALF_SCALE_EXPONENT
+    assert most_of_fp16 > 6 * 448 * 2.0**stages.DECODED_EXPONENT
