@@ -128,10 +128,6 @@ def _all_of_span(true: Any, _left: Any, span: int) -> Any:
     return true(4 * span + 1, span)
 
 
-def _all_kept(_true: Any, _blocks: Any, _span: Any) -> Any:
-    return import_module("cutlass").Uint32(0xFFFF_FFFF)
-
-
 def _pairs_changed(true: Any, *given: Any) -> Any:
     first, second, *more = true(*given)
     return [second, first, *more]
@@ -166,8 +162,7 @@ FAULTS = (
     Fault("few rows: gate and up changed", _FEW, "both_of", _changed, rows=16),
     Fault("few rows: weight left out", _FEW, "weight_of", _of_one, BEFORE_W2, rows=16),
     Fault("few rows: scale of gate for up", _FEW, "scales_of", _first_matrix, rows=32),
-    Fault("few rows: padding's scales", _FEW, "mask_of", _all_kept, rows=16),
-    Fault("few rows: padding's scales of weights", _FEW, "kept_of_span", _all_of_span, rows=16),
+    Fault("few rows: padding's scales", _FEW, "kept_of_span", _all_of_span, rows=16),
     Fault("few rows: scales of another span", _SPANS, "word_of_scales", _first_span, rows=16),
     Fault("few rows: unwritten span", _SPANS, "chunk_of_numbers", _first_span_written, rows=32),
     Fault("few rows: codes as if not swizzled", _SPANS, "chunk_of_codes", _not_swizzled, rows=32),

@@ -217,7 +217,7 @@ def test_weights_of_a_checkpoint_are_stacked_and_others_refused() -> None:
 
 
 def test_faults_have_names_of_their_own() -> None:
-    assert len(faults.BY_NAME) == len(faults.FAULTS) == 23
+    assert len(faults.BY_NAME) == len(faults.FAULTS) == 22
 
 
 def test_a_planted_fault_is_removed() -> None:
