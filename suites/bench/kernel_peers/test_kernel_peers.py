@@ -445,6 +445,12 @@ def test_layers_take_the_next_buffers_of_their_kind() -> None:
     ]  # fmt: skip
 
 
+def test_memory_that_tensors_share_is_counted_once() -> None:
+    every = torch.zeros(6, 4)
+    assert tokens.memory_of([every, every[:2], {"one": every[2:]}]) == {every.data_ptr(): 96}
+    assert sum(tokens.memory_of((every, torch.zeros(3))).values()) == 108
+
+
 @pytest.mark.slow
 def test_a_whole_model_is_every_layer_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(
@@ -461,7 +467,7 @@ def test_a_whole_model_is_every_layer_in_order(monkeypatch: pytest.MonkeyPatch) 
     row.contenders[0].make(0).run()
     launched = [name for name, *_ in given.kernels.calls]
     assert launched.count("sm90_sparse_attention") == len(small.layers)
-    routed = tokens.bytes_of(every)
+    routed = sum(tokens.memory_of(every).values())
     dense_and_routed = len(small.layers) * routed * tokens.visited_share(small, 2)
     assert row.moved > dense_and_routed
     assert row.moved < dense_and_routed + len(small.layers) * (routed + (8 << 20))

@@ -60,10 +60,10 @@ def tensors_in(record: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([getattr(record, each.name) for each in fields(record)])
 
 
-def bytes_of(record: Any) -> int:
-    """Return the bytes of all tensors, each once."""
-    found = {id(tensor): tensor.nbytes for tensor in tensors_in(record)}
-    return sum(found.values())
+def memory_of(record: Any) -> dict[int, int]:
+    """Return bytes by address of all memory that tensors have; several may share it."""
+    stored = (tensor.untyped_storage() for tensor in tensors_in(record))
+    return {memory.data_ptr(): memory.nbytes() for memory in stored}
 
 
 def visited_share(config: Any, tokens: int) -> float:
@@ -94,12 +94,11 @@ def layers_call(kinds: Sequence[Any], steps: dict[Any, list[bench.Step]]) -> Cal
 
 def step_bytes(given: bench.Given, step: bench.Step, tokens: int) -> int:
     """Return the bytes of the weights that a layer's step reads: of experts, the visited ones."""
-    shared = {id(tensor) for tensor in tensors_in(given.every)}
-    every = list(tensors_in(step.weights))
-    dense = {id(tensor): tensor.nbytes for tensor in every if id(tensor) not in shared}
-    if len(dense) == len({id(tensor) for tensor in every}):
-        return sum(dense.values())  # a layer without routed experts
-    return sum(dense.values()) + int(bytes_of(given.every) * visited_share(given.config, tokens))
+    shared, every = memory_of(given.every), memory_of(step.weights)
+    dense = sum(size for place, size in every.items() if place not in shared)
+    if not shared.keys() & every.keys():
+        return dense  # a layer without routed experts
+    return dense + int(sum(shared.values()) * visited_share(given.config, tokens))
 
 
 def kind_of(given: bench.Given, block: Any) -> Any:
