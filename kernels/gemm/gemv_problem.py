@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 VECTOR = 8  # BF16 numbers of a lane's 16-byte load
 LANES = 32
 WARPS = 16
-EARLY_VECTORS = 1024  # of a warp's weights, asked for early; all warps' are 34 MB, L2 holds 50
 STEP = VECTOR * LANES  # values of K that a warp sums in a step
 
 

@@ -10,7 +10,8 @@ every sum, so results have defined bits. Forms that save a launch beside it:
 
 One thread block of 16 warps per multiprocessor. All threads copy their group's x to shared memory
 once (zeros beyond M and K), then each warp takes bundles of T rows of W, 16 warps x blocks apart:
-  1. every lane has the next A steps of W in registers, 16 bytes a row, the first ones before x;
+  1. every lane has the next A steps of W in registers, 16 bytes a row, the first ones before x and
+     before the previous launch has ended: nothing writes weights while launches are under way;
   2. it starts the loads of step s + A, or of the next bundle's first steps, then adds step s for
      all rows of x from shared memory;
   3. sums are folded over the warp, and lane T m + t writes the sum of row m and weight row t.
@@ -64,7 +65,7 @@ from degarble.kernels.runtime.kernel import (
     Storage,
     as_vector,
 )
-from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
+from degarble.kernels.runtime.pdl import EARLY, follow
 
 WORDS = VECTOR // 2
 
@@ -111,17 +112,15 @@ def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be 
     if cutlass.const_expr(form.decoded):
         own = Int32(block) * WARPS + warp
     above = Int64(group) * Int64(columns)  # sums of the groups before
-    fetch_bundle(weight, (own, above), (columns, vectors), lane, together)
+    rAhead = cute.make_rmem_tensor(cute.make_layout((WORDS, together, most_ahead)), Uint32)
+    for ahead in cutlass.range_constexpr(most_ahead):
+        load_step(rAhead, weight, (own, above), (columns, vectors), (ahead * LANES + lane, ahead))
     follow()
 
     allocator = cutlass.memory.SmemAllocator()
     held = facts.inner_held(form.rows) // VECTOR
     layout = cute.make_layout((WORDS, held, form.rows), stride=(1, WORDS, WORDS * held))
     sVectors = allocator.allocate_tensor(Uint32, layout, 16)
-    rAhead = cute.make_rmem_tensor(cute.make_layout((WORDS, together, most_ahead)), Uint32)
-    rAhead.fill(0)
-    for ahead in cutlass.range_constexpr(most_ahead):
-        load_step(rAhead, weight, (own, above), (columns, vectors), (ahead * LANES + lane, ahead))
     for row in cutlass.range_constexpr(form.rows):
         for place in cutlass.range(Int32(thread), steps * LANES, WARPS * LANES, unroll=1):
             rVector = cute.make_rmem_tensor(WORDS, Uint32)
@@ -238,24 +237,6 @@ def load_step(
             row = above + Int64(ops.minimum(number * together + each, columns - 1))
             at = row * Int64(vectors) + Int64(vector)
             cute.autovec_copy(weight[None, at], rAhead[None, each, ahead])
-
-
-@cute.jit
-def fetch_bundle(
-    weight: cute.Tensor,
-    bundle: tuple[Any, Any],
-    extents: tuple[Any, Any],
-    lane: Any,
-    together: cutlass.Constexpr,
-) -> None:
-    """Ask for a warp's first bytes of weights while the previous launch runs."""
-    (number, above), (columns, vectors) = bundle, extents
-    first = number * together
-    if (lane == 0) & (first < columns):
-        count = ops.minimum(columns - first, Int32(together)) * vectors
-        size = ops.minimum(count, Int32(facts.EARLY_VECTORS)) * Int32(2 * VECTOR)
-        start = weight.iterator + (above + Int64(first)) * Int64(vectors) * WORDS
-        fetch_weights(start.toint(), Uint32(size))
 
 
 def words_of_bundle(rAhead: Any, ahead: int, together: int) -> list[list[Any]]:

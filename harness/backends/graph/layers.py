@@ -299,9 +299,7 @@ class V4Steps(DecoderSteps):
             with self.aside(KEYS):
                 head_weights = self._write_keys(weights, w.indexer, memory, x)
         low = self._product("attn.wq_a", w.wq_a, x, normed.decoded_at(0))
-        # Where an indexer chooses, its query waits for the norm, and wq_b for both in the end.
-        alone = w.indexer is None
-        of_query = self.normed_for(w.wq_b if alone else None, w.q_norm, low)
+        of_query = self.normed_for(w.wq_b, w.q_norm, low)
         qr = of_query.values
         self.shown("attn.q_norm", x=low, out=qr)
         near, far = KeyList(self.room.window, self.room.pages(0)), None

@@ -253,6 +253,9 @@ class Normed(NamedTuple):
 STEP = "step"  # shown in front of a step's first layer
 # What attention launches beside its query: the cache's rows, the indexer's keys, and its choice.
 CACHE, KEYS, CHOICE = BRANCHES = ("cache", "keys", "choice")
+# Of their thread blocks, where several could be next: the chain that attention waits for longest
+# goes first. Torch's lowest is 0.
+PRIORITIES = {CACHE: 0, KEYS: -1, CHOICE: -2}
 
 
 def _unwatched(component: str, **tensors: Tensor) -> None:
@@ -286,7 +289,11 @@ class DecoderSteps(ABC):
         self._turns: dict[Rope, Tensor] = {}
         # Launches that do not wait for each other: branches of a graph.
         on_gpu = kernels.device.type == "cuda"
-        self.streams = {b: torch.cuda.Stream(kernels.device) for b in BRANCHES if on_gpu}
+        self.streams = {
+            branch: torch.cuda.Stream(kernels.device, priority=priority)
+            for branch, priority in PRIORITIES.items()
+            if on_gpu
+        }
         self._apart: set[str] = set()  # branches that nothing has waited for
 
     @abstractmethod

@@ -154,8 +154,20 @@ def _few_rows_code(target: str) -> Iterator[MachineCode]:
         slow = (rows, form.out, walk.together) != (8, "fp32", 4)
         yield MachineCode(
             "simt_gemv_bf16", form, 128, fused=fused,  # 512 threads
-            counts={"ld.global.v4": loads}, slow=slow,
+            counts={"ld.global.v4": loads}, more=_weights_alone_before_the_wait, reads_early=True,
+            slow=slow,
         )  # fmt: skip
+
+
+def _weights_alone_before_the_wait(kernel: CompiledKernel, form: GemvForm) -> None:
+    """A lane's first steps, which nothing writes while launches are under way."""
+    text = kernel.ptx
+    before = text[: text.index("griddepcontrol.wait")]
+    first = form.walk.ahead * form.walk.together
+    assert before.count("ld.global") == before.count("ld.global.v4") == first
+    assert "ld.global.nc" not in text
+    for access in ("st.global", "cp.async"):
+        assert access not in before, access
 
 
 def _few_rows_joined_code(target: str) -> Iterator[MachineCode]:
@@ -170,8 +182,10 @@ def _few_rows_joined_code(target: str) -> Iterator[MachineCode]:
             fused = form.walk.ahead * gemv_problem.VECTOR * form.walk.together * rows
             # Rounding to a code takes one addition a value of half a block.
             coded = problem.decoded and not TARGETS[target].converts_e2m1
-            slow = (target, rows) != (SM90A.name, 1)
-            yield MachineCode("simt_gemv_bf16", form, 128, fused=fused + 8 * coded, slow=slow)
+            yield MachineCode(
+                "simt_gemv_bf16", form, 128, fused=fused + 8 * coded, reads_early=True,
+                more=_weights_alone_before_the_wait, slow=(target, rows) != (SM90A.name, 1),
+            )  # fmt: skip
 
 
 def _few_rows(case: row_checks.GemvCase) -> Any:
