@@ -30,10 +30,12 @@ from degarble.harness.backends.graph.matrices import (
     groups_of,
 )
 from degarble.harness.backends.graph.steps import (
+    BRANCHES,
     CACHE,
     CHOICE,
     KEYS,
     PAGE,
+    PRIORITIES,
     DecoderSteps,
     MemorySize,
     tables_of,
@@ -201,6 +203,11 @@ def test_caches_are_written_aside_and_meet_before_attention(
             assert any(other for _, other in noted[begun:met])
             assert {other for _, other in noted[met:at]} == {branch}
             begun = at + 1
+
+
+def test_what_attention_waits_for_longest_goes_first() -> None:
+    assert PRIORITIES.keys() == set(BRANCHES)
+    assert PRIORITIES[CHOICE] < PRIORITIES[KEYS] < PRIORITIES[CACHE] == 0, "torch: lower is sooner"
 
 
 # Launched on any stream.
