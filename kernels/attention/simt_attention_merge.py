@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.attention import instructions as ptx
@@ -26,6 +26,7 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 VALUES = 4  # of a thread
 THREADS = rows.WIDTH // VALUES
+AT_ONCE = 8  # splits whose sums are asked for before any is used: 32 registers
 
 
 class MergeAddresses(NamedTuple):
@@ -69,6 +70,37 @@ def sink_of(start: Any, head: Any, sinks: cutlass.Constexpr) -> Any:
     return ptx.single_at(start + Int64(head) * 4) if sinks else Float32(-float("inf"))
 
 
+class ReadSplit(NamedTuple):
+    """What a thread has of one split."""
+
+    counts: Any  # whether the split is there, and has keys
+    total: Any
+    factor: Any
+    words: list[Any]  # four float32
+
+
+def split_of(split: Any, extents: tuple[Any, Any], lanes: tuple[Any, Any], start: Any) -> ReadSplit:
+    """Issue the reads of a thread's sums of a split; total and factor come from its lane."""
+    heads, splits = extents
+    lane = ops.minimum(split, splits - 1)
+    total, factor = (cute.arch.shuffle_sync(each, lane) for each in lanes)
+    # A split without keys: its sums may be uninitialised.
+    counts = (split < splits) & (total != 0.0)
+    at = start + Int64(lane) * Int64(heads) * (4 * rows.WIDTH)
+    words = ptx.words_if(at, ops.select(counts, Uint32(1), Uint32(0)), VALUES)
+    return ReadSplit(counts, total, factor, words)
+
+
+def added_splits(total: Any, sums: Any, some: list[ReadSplit]) -> Any:
+    """Add splits to a thread's sums in their order; return the total."""
+    for each in some:
+        total = ops.select(each.counts, ops.fma_rn(each.total, each.factor, total), total)
+        for i in range(VALUES):
+            added = ops.fma_rn(ops.number_of(each.words[i]), each.factor, sums[i])
+            sums[i] = ops.select(each.counts, added, sums[i])
+    return total
+
+
 @cute.kernel
 def merge_kernel(
     addresses: MergeAddresses, extents: tuple[Any, ...], form: cutlass.Constexpr
@@ -80,26 +112,24 @@ def merge_kernel(
     heads, splits = extents
     token, head = block // heads, block % heads
     first = Int64(token) * Int64(splits) * Int64(heads) + Int64(head)
-    largest = Float32(-float("inf"))
-    # First pass: the largest peak. Second pass: sums relative to it.
-    for split in cutlass.range(Int32(0), splits, unroll=4):
-        number = first + Int64(split) * Int64(heads)
-        largest = ptx.larger(largest, ptx.single_at(addresses.stats + number * 8))
+    sink = sink_of(addresses.sink, head, form.sinks)
+    # A lane has the peak and the total of a split: all are asked for at once, by every warp.
+    own = ops.minimum(thread % rows.LANES, splits - 1)
+    stats_at = addresses.stats + (first + Int64(own) * Int64(heads)) * 8
+    peak, of_split = ptx.single_at(stats_at), ptx.single_at(stats_at + 4)
+    # Lanes without a split repeat the last one's peak.
+    largest = peak
+    for distance in (1, 2, 4, 8, 16):
+        largest = ptx.larger(largest, cute.arch.shuffle_sync_bfly(largest, offset=distance))
+    factor = factor_of(peak, largest)
     total = Float32(0.0)
     sums = cute.make_rmem_tensor(VALUES, Float32)
     sums.fill(0.0)
-    for split in cutlass.range(Int32(0), splits, unroll=2):
-        number = first + Int64(split) * Int64(heads)
-        factor = factor_of(ptx.single_at(addresses.stats + number * 8), largest)
-        of_split = ptx.single_at(addresses.stats + number * 8 + 4)
-        # A split without keys: its sums may be uninitialised.
-        if of_split != 0.0:
-            total = ops.fma_rn(of_split, factor, total)
-            at = addresses.sums + (number * rows.WIDTH + Int64(thread) * VALUES) * 4
-            read = ptx.singles_at(at)
-            for i in cutlass.range_constexpr(VALUES):
-                sums[i] = ops.fma_rn(read[i], factor, sums[i])
-    inverse = inverse_total(total, largest, sink_of(addresses.sink, head, form.sinks))
+    start = addresses.sums + (first * rows.WIDTH + Int64(thread) * VALUES) * 4
+    for begin in cutlass.range(Int32(0), splits, AT_ONCE, unroll=1):
+        some = [split_of(begin + i, extents, (of_split, factor), start) for i in range(AT_ONCE)]
+        total = added_splits(total, sums, some)
+    inverse = inverse_total(total, largest, sink)
     words = [
         ptx.pair_rounded(*(ops.multiply_rn(sums[i + j], inverse) for j in range(2)))
         for i in range(0, VALUES, 2)
