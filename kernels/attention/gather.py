@@ -385,6 +385,27 @@ def prepared_turns(
     return made
 
 
+def await_stage(places: TileAddresses, at: tuple[Any, Any], plan: GatherPlan) -> None:
+    """Wait until all parts of a stage are empty."""
+    stage, phase = at
+    empty = places.full + facts.STAGES * plan.parts * 8 + stage * (8 * plan.parts)
+    for part in range(plan.parts):
+        shared.await_phase(empty + part * 8 if part else empty, phase)
+
+
+def arrive_behind_copies(full: Any, plan: GatherPlan) -> None:
+    """Arrive at a stage's full barriers as soon as this thread's copies so far have landed."""
+    for part in range(plan.parts):
+        ptx.arrive_behind_copies(full + part * 8 if part else full)
+
+
+def arrive_for_warp(full: Any, lane: Any, plan: GatherPlan) -> None:
+    """Arrive at a stage's full barriers for a warp, behind what its lanes wrote."""
+    cute.arch.sync_warp()  # what all lanes wrote comes before what the first one says
+    for part in range(plan.parts):
+        shared.arrive(full + part * 8 if part else full, lane == 0)
+
+
 @cute.jit
 def produce(
     lists: tuple[List, List],
@@ -419,19 +440,18 @@ def produce(
         if cutlass.const_expr(entry.quantised > 0):
             ptx.end_of_copies()  # only this thread reads these codes: no barrier needed
         factors = factors_of_rows(gathered_rows, entry)
-        shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
+        await_stage(places, (stage, phase), how)
         tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
-        full = places.full + stage * 8
+        full = places.full + stage * (8 * how.parts)
         if cutlass.const_expr(entry.quantised < entry.width):
             copy_values(gathered_rows, tile_at, how)
-        ptx.arrive_behind_copies(full)
+        arrive_behind_copies(full, how)
         for begin in cutlass.range_constexpr(0, turns, facts.BATCH):
             made = prepared_turns(following, factors, begin, (stands, waiting), how)
             store_turns(made, tile_at, stands)
         if lane == 0:
             leave_masks(gathered_rows, places.masks, (stage, warp), how)
-        cute.arch.sync_warp()  # what all lanes wrote comes before what the first one says
-        shared.arrive(full, lane == 0)
+        arrive_for_warp(full, lane, how)
         gathered_rows = following
         stage, phase = shared_next(stage, phase)
     ptx.end_of_copies()
@@ -468,22 +488,26 @@ def shared_next(stage: Any, phase: Any) -> tuple[Any, Any]:
 # Producer warps for V3.2's keys: 656-byte entries to rows of 576 BF16 values in shared memory.
 #
 # An entry holds 512 E4M3 codes, four float32 scales, 64 rotated BF16 values. Tiles of 576 leave no
-# shared memory for waiting codes, so half of a tile's codes (AHEAD turns, one row a warp and turn)
-# wait in registers; each decoded turn makes room for the codes of AHEAD turns later. A warp's 64
-# scales lie in two registers of its lanes: row r, block b in register r // 8, lane 4 (r % 8) + b.
+# shared memory for waiting codes, so half of a tile's codes wait in registers, one row a warp and
+# turn; each decoded turn makes room for the codes of half a tile later. A warp's scales lie in a
+# register of its lanes for eight rows: row r, block b in register r // 8, lane 4 (r % 8) + b.
 # Slots, masks, barriers and addresses are those of all other keys.
 
 WORDS = 4  # of a lane's 16 bytes of codes
-AHEAD = 8  # turns of which codes wait in registers
 BLOCKS = 4  # scales of an entry
 ROWS_OF_REGISTER = rows.LANES // BLOCKS
 
 
+def waiting_turns(plan: GatherPlan) -> int:
+    """Return the turns of which codes wait in registers."""
+    return plan.turns // 2
+
+
 def with_scales(gathered_rows: GatheredRows, plan: GatherPlan) -> GatheredRows:
-    """Issue the reads of the warp's scales: two a lane, zeros for absent rows."""
+    """Issue the reads of the warp's scales: one a lane for eight rows, zeros for absent rows."""
     lane, _ = standpoint(plan)
     scales = []
-    for first in (0, ROWS_OF_REGISTER):
+    for first in range(0, plan.rows_of_warp, ROWS_OF_REGISTER):
         row = lane // BLOCKS + first
         start = gathered_rows.cache + Int64(of_row(gathered_rows.values, row)) * CHUNK
         start = start + plan.entry.code_bytes + Int64(lane % BLOCKS) * 4
@@ -517,7 +541,8 @@ def decode(
 ) -> None:
     """Decode a lane's waiting codes of one turn, and write them to the tile."""
     scale = scale_of_turn(gathered_rows, turn, stands.chunk)
-    waiting = [Uint32(words[turn % AHEAD * WORDS + i]) for i in range(WORDS)]
+    first = turn * WORDS % cute.size(words)
+    waiting = [Uint32(words[first + i]) for i in range(WORDS)]
     count = WORDS // len(stands.targets)
     for part, target in enumerate(stands.targets):
         codes = chosen_part(waiting, stands.order ^ part, count)
@@ -536,15 +561,15 @@ def produce_with_key(
     """Bring every tile of a split, each as soon as its stage is empty."""
     entry = how.entry
     lane, warp = standpoint(how)
-    turns = how.turns
+    turns, ahead = how.turns, waiting_turns(how)
     stands = standing_of(places.codes, how)
-    words = cute.make_rmem_tensor(AHEAD * WORDS, Uint32)
+    words = cute.make_rmem_tensor(ahead * WORDS, Uint32)
     words.fill(0)
     tile = tile_of_step(Int32(0), walk, widths)
     slot = slot_of(lists, tile, widths, how)
     gathered_rows = with_scales(rows_of(slot, lists, tile, widths, how), how)
     slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths, how)
-    for turn in cutlass.range_constexpr(AHEAD):
+    for turn in cutlass.range_constexpr(ahead):
         ask(gathered_rows, turn, stands, words, turn)
     # Parity 1: the first wait for an empty stage returns at once.
     stage, phase = Uint32(0), Uint32(1)
@@ -553,26 +578,22 @@ def produce_with_key(
         following = with_scales(rows_of(slot, lists, tile, widths, how), how)
         following_tile = tile_of_step(step + 2, walk, widths)
         slot = slot_of(lists, following_tile, widths, how)
-        shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
+        await_stage(places, (stage, phase), how)
         tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
-        full = places.full + stage * 8
+        full = places.full + stage * (8 * how.parts)
         copy_values(gathered_rows, tile_at, how)
-        ptx.arrive_behind_copies(full)
+        arrive_behind_copies(full, how)
         for turn in cutlass.range_constexpr(turns):
             decode(gathered_rows, turn, stands, words, tile_at)
-            # The registers just decoded are free: refill them for AHEAD turns later.
-            later = turn + AHEAD
+            # The registers just decoded are free: refill them for half a tile later.
+            later = turn + ahead
             if cutlass.const_expr(later < turns):
-                ask(gathered_rows, later, stands, words, later % AHEAD)
+                ask(gathered_rows, later, stands, words, later % ahead)
             else:
-                ask(following, later - turns, stands, words, later % AHEAD)
+                ask(following, later - turns, stands, words, later % ahead)
         if lane == 0:
             leave_masks(gathered_rows, places.masks, (stage, warp), how)
-        cute.arch.sync_warp()  # what all lanes wrote comes before what the first one says
-        shared.arrive(full, lane == 0)
+        arrive_for_warp(full, lane, how)
         gathered_rows = following
         stage, phase = shared_next(stage, phase)
     ptx.end_of_copies()
-
-
-assert AHEAD % ROWS_OF_REGISTER == 0, "registers of a turn are known while the kernel is traced"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 TILE = 64  # keys that are looked at together
 HEADS = 64  # of a thread block: the rows of a wgmma
+E4M3_BITS = 8
 STAGES = 2  # tiles in shared memory
 WARPGROUP = 128  # threads
 CONSUMERS = 2  # warpgroups, each with half of a tile's keys and half of the output's columns
@@ -40,6 +41,9 @@ REGISTER_FILE = 65_536  # CUDA C++ Programming Guide 13.0, compute capability 9.
 ALIGNMENT = 1024  # of swizzled tiles: eight rows of 128 bytes
 MOST_HEADS = 128
 MOST_SPLITS = 32
+# An H200 runs about 28 clusters of four at a time, 14 of eight, 40 of three: the second kernel
+# takes less than the wait.
+MOST_TOGETHER_OF_V32 = 3
 MOST_TOGETHER = 8  # thread blocks of a portable cluster; CUDA C++ Programming Guide 13.0
 TILES_OF_SPLIT = 9  # 576 keys: 1024 + 128 are two equal splits, and 64 tokens fill an H200
 TILES_OF_SPLIT_OF_V32 = 16  # 2048 keys are two equal splits
@@ -70,10 +74,11 @@ class Family:
     sinks: bool
     lists: int  # at most
     ahead: int  # bytes in which codes of the next tile wait
+    together: int  # splits that merge in a cluster, at most
 
 
-V4 = Family("v4", rows.WIDTH, True, 2, MOST_AHEAD)
-V32 = Family("v32", rows.WITH_KEY, False, 1, 0)
+V4 = Family("v4", rows.WIDTH, True, 2, MOST_AHEAD, MOST_TOGETHER)
+V32 = Family("v32", rows.WITH_KEY, False, 1, 0, MOST_TOGETHER_OF_V32)
 FAMILIES: Mapping[int, Family] = MappingProxyType({family.key: family for family in (V4, V32)})
 
 
@@ -268,6 +273,7 @@ class GatherPlan:
     entry: EntryFormat
     warpgroups: int
     space: int  # bytes of shared memory in which codes of the next tile may wait
+    parts: int = 1  # of a stage, each with barriers of its own
 
     @property
     def threads(self) -> int:
@@ -317,7 +323,7 @@ class GatherPlan:
 
 def gather_plan(entry: EntryFormat) -> GatherPlan:
     """Return how Hopper brings tiles: twice as many warps where codes are decoded."""
-    warpgroups = 2 if entry.code_bytes and not entry.inside else 1
+    warpgroups = 2 if entry.code_bytes else 1
     return GatherPlan(entry, warpgroups, FAMILIES[entry.width].ahead - exchanged_bytes(entry))
 
 
@@ -332,13 +338,13 @@ def registers(entry: EntryFormat) -> tuple[int, int]:
     return (200, 56) if gather_plan(entry).warpgroups > 1 else (208, 88)
 
 
-def registers_in_turns() -> tuple[int, int]:
+def registers_in_turns(plan: GatherPlan) -> tuple[int, int]:
     """Return the same where warpgroups weigh in turns.
 
     Trap: a thread block has what it was launched with, 384 times 168 registers. 224 beside 64
     would be within the register file, and be waited for forever.
     """
-    return 224, 56
+    return (200, 56) if plan.warpgroups > 1 else (224, 56)
 
 
 def launched_registers(threads_of_block: int) -> int:
@@ -375,12 +381,30 @@ def shares_over_keys(entry: EntryFormat) -> bool:
     return entry.width > rows.WIDTH
 
 
+def plan_in_turns(entry: EntryFormat) -> GatherPlan:
+    """Return how tiles are brought where warpgroups weigh in turns.
+
+    Nothing is exchanged but shares, of which there are two buffers where they do not overlay keys.
+    """
+    shares = 0 if shares_over_keys(entry) else 2 * HEADS * TILE
+    space = max(0, FAMILIES[entry.width].ahead - shares)
+    return replace(gather_plan(entry), space=space, parts=PARTS)
+
+
 def memory_in_turns(entry: EntryFormat) -> SharedMemory:
-    """Return the shared memory of a thread block whose warpgroups weigh in turns: BF16 entries."""
+    """Return the shared memory of a thread block whose warpgroups weigh in turns."""
     held = shared_memory(entry)
     buffers = 1 if shares_over_keys(entry) else 2
     of_parts = BARRIER_BYTES * (PARTS - 1)
-    return replace(held, shares=held.shares * buffers, exchanged=0, others=held.others + of_parts)
+    codes = plan_in_turns(entry).ahead_bytes
+    return replace(
+        held, shares=held.shares * buffers, codes=codes, exchanged=0, others=held.others + of_parts
+    )
+
+
+def plan_of(form: AttentionForm) -> GatherPlan:
+    """Return how a form brings tiles on Hopper."""
+    return (plan_in_turns if form.turns else gather_plan)(form.format)
 
 
 def shared_memory(entry: EntryFormat) -> SharedMemory:
@@ -403,16 +427,27 @@ def tiles_each(problem: AttentionProblem) -> int:
         count = min(MOST_SPLITS, max(1, ceil_div(problem.tiles, most)))
     # Splits of equal length: one that is longer than the others is waited for.
     each: int = ceil_div(problem.tiles, count)
+    if decodes_in_turns(problem) and each < problem.tiles:
+        each += each % 2  # tiles come in pairs
     return max(1, each)
 
 
-def few_token_splits(lists: Iterable[KeyList], *, most: bool) -> int:
+def few_token_splits(lists: Iterable[KeyList], heads: int, *, most: bool) -> int:
     """Return the splits with which up to 16 tokens are fastest on an H200; `most` for up to 4.
 
-    Many splits keep more multiprocessors busy; beyond 8 they cost another launch, which merges.
+    Many splits keep more multiprocessors busy; beyond a cluster they cost another launch, which
+    merges. Of V4 with more than 64 heads 32 clusters of three run at a time, and of four they do
+    not.
     """
-    tiles: int = sum(key_list.tiles for key_list in lists)
-    return min(tiles, SPLITS_APART if most and tiles > TILES_OF_FOUR_SPLITS else 4)
+    several = tuple(lists)
+    tiles: int = sum(key_list.tiles for key_list in several)
+    if tiles <= TILES_OF_FOUR_SPLITS:
+        return min(tiles, 4)
+    if most:
+        return min(tiles, SPLITS_APART)
+    if all(key_list.pages.width == V32.key for key_list in several):
+        return 4 if heads > HEADS else 8
+    return 3 if heads > HEADS else 4
 
 
 def choose_splits(problem: AttentionProblem) -> int:
@@ -422,8 +457,17 @@ def choose_splits(problem: AttentionProblem) -> int:
 
 
 def merges_apart(problem: AttentionProblem) -> bool:
-    """Return whether another kernel merges: more splits than a portable cluster has blocks."""
-    return choose_splits(problem) > MOST_TOGETHER
+    """Return whether another kernel merges: more splits than a cluster is to have blocks."""
+    return choose_splits(problem) > min(MOST_TOGETHER, problem.family.together)
+
+
+def decodes_in_turns(problem: AttentionProblem) -> bool:
+    """Return whether warpgroups weigh in turns while others decode: V3.2's E4M3, in decoding.
+
+    V4 is faster with logits by halves of the latent, which leave V3.2 no room in shared memory.
+    """
+    coded = problem.window.pages.format.code_bits == E4M3_BITS
+    return problem.mode == "decode" and coded and problem.family is V32
 
 
 def rows_of_pages(pages: Pages) -> Pages:
@@ -452,6 +496,8 @@ def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
     entry = problem.window.pages.entry
     together = 0 if merges_apart(problem) else choose_splits(problem)
     form = AttentionForm(entry, problem.lengths, together, target, problem.family.key)
+    if target == SM90A and decodes_in_turns(problem):
+        return replace(form, turns=True)
     if target != SM90A or not in_turns(problem):
         return form
     reads = reads_first(problem)

@@ -3,7 +3,7 @@
 A thread block has one token, 64 heads and one split of the keys. Tiles of 64 keys; Q [64, 512 or
 576] and K in BF16, sums in float32. V is the first 512 columns of K: the same shared memory, read
 along rows for the logits and along columns for the output. Shares (P) are rounded to BF16; their
-sum is taken before rounding. 384 threads, or 512 where cache entries hold codes (V4).
+sum is taken before rounding. 384 threads, or 512 where cache entries hold codes.
 
 * Warpgroups 0, 1 (consumers): wgmma. Logits: each has half of the latent for all 64 keys, and the
   partial sums are exchanged (V3.2: all 576 values for 32 keys). Output: all 64 keys, 256 columns.
@@ -114,7 +114,7 @@ def attention_kernel(
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = shared_memory(form)
-    plan, (multiplying, bringing) = facts.gather_plan(form.format), facts.registers(form.format)
+    plan, (multiplying, bringing) = facts.plan_of(form), facts.registers(form.format)
     begin_barriers(memory, plan)
     cute.arch.sync_threads()
     follow()
@@ -126,11 +126,7 @@ def attention_kernel(
         inside = form.format.inside
         produce = gather.produce_with_key if inside else gather.produce
         produce(lists, widths, walk, memory.places, plan)
-        if cutlass.const_expr(form.together > 1):
-            # Cluster barriers count every thread: as many as the consumers' ending has.
-            for _ in range(1 if form.together == exchange.TOGETHER else 2):
-                cute.arch.cluster_arrive_relaxed()
-                cute.arch.cluster_wait()
+        stay_for_others(form)
     else:
         cute.arch.setmaxregister_increase(multiplying)
         lane = lane_of(group, thread)
@@ -143,25 +139,47 @@ def attention_kernel(
         # No key yet: exp2(-inf - anything finite) is 0.
         peaks.fill(-float("inf"))
         totals.fill(0.0)
-        consume(memory, lane, walk[2], (sums, peaks, totals), (scale, form.format))
+        state = sums, peaks, totals
+        consume(memory, lane, walk[2], state, (scale, form.format))
         share_totals(memory, lane, totals)
-        state = (sums, peaks, totals)
-        if cutlass.const_expr(form.together == 0):
-            store_partial(addresses, place, lane, state)
-        elif cutlass.const_expr(form.together == 1):
-            store_output(addresses, place, lane, state, (memory.places.tiles, form.sinks))
-        elif cutlass.const_expr(form.together == exchange.TOGETHER):
-            exchange.merge_two(addresses, (place, lane), state, memory, form.sinks)
-        else:
-            places = memory.places.tiles, memory.shares_at  # no longer read: reused for sums
-            exchange.leave(*places, lane, state)
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
-            exchange.write_rows(addresses, place, places, (warp, lane.lane), form)
-            # Stay until others have read this block's sums.
+        finish(addresses, (place, lane), state, memory, form)
+
+
+@cute.jit
+def stay_for_others(form: cutlass.Constexpr) -> None:
+    """Arrive, in a producer thread, at as many cluster barriers as the consumers' ending has."""
+    if cutlass.const_expr(form.together > 1):
+        for _ in range(1 if form.together == exchange.TOGETHER else 2):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
+
+
+@cute.jit
+def finish(
+    addresses: AttentionAddresses,
+    where: tuple[AttentionBlock, AttentionLane],
+    state: tuple[Any, Any, Any],
+    memory: Sm90AttentionMemory,
+    form: cutlass.Constexpr,
+) -> None:
+    """Write what a split has come to: to the workspace, as the output, or with other splits."""
+    place, lane = where
+    if cutlass.const_expr(form.together == 0):
+        store_partial(addresses, place, lane, state)
+    elif cutlass.const_expr(form.together == 1):
+        store_output(addresses, place, lane, state, (memory.places.tiles, form.sinks))
+    elif cutlass.const_expr(form.together == exchange.TOGETHER):
+        exchange.merge_two(addresses, (place, lane), state, memory, form.sinks)
+    else:
+        places = memory.places.tiles, memory.shares_at  # no longer read: reused for sums
+        exchange.leave(*places, lane, state)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
+        exchange.write_rows(addresses, place, places, (warp, lane.lane), form)
+        # Stay until others have read this block's sums.
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
 
 
 def lane_of(group: Any, thread: Any) -> AttentionLane:
@@ -216,7 +234,7 @@ def shared_memory(form: AttentionForm) -> Sm90AttentionMemory:
         # At least four words: a format without codes, or without an exchange, has size 0.
         allocator.allocate_array(Uint32, size // 4 or 4, byte_alignment=16)
         for size in (
-            facts.gather_plan(form.format).ahead_bytes,
+            facts.plan_of(form).ahead_bytes,
             0 if form.turns else facts.exchanged_bytes(form.format),
         )
     )
@@ -238,9 +256,9 @@ def layout_of_values(width: int) -> Any:
     return cute.append(cute.select(tile, [1, 0]), stages)
 
 
-def place_of(extents: tuple[Any, ...]) -> AttentionBlock:
+def place_of(extents: tuple[Any, ...], seen: Any = Int32) -> AttentionBlock:
     """Return the work of this thread block: splits count fastest, then groups of heads."""
-    block, _, _ = cute.arch.block_idx()
+    block = seen(cute.arch.block_idx()[0])
     tokens, heads, splits, *_ = extents
     groups = (heads + facts.HEADS - 1) // facts.HEADS
     token, rest = block // (groups * splits), block % (groups * splits)

@@ -1,8 +1,9 @@
-"""Sparse attention on Hopper whose two warpgroups weigh in turns: prefill from BF16 entries.
+"""Sparse attention on Hopper whose two warpgroups weigh in turns.
 
-A thread block has one token and 64 heads. Tiles of 64 keys come in pairs. Warpgroup 0 has the
-logits of a pair's first tile, warpgroup 1 those of its second; each has half of the output's
-columns, of all tiles. While one weighs, the other's products keep the matrix unit busy.
+Prefill from BF16 entries, and V3.2's decoding from E4M3. A thread block has one token, 64 heads and
+a split. Tiles of 64 keys come in pairs. Warpgroup 0 has the logits of a pair's first tile,
+warpgroup 1 those of its second; each has half of the output's columns, of all tiles. While one
+weighs, the other's products keep the matrix unit busy.
 
 * Warpgroup 0: logits; weighs; `FIRST`; adds the first tile, its own shares in registers; `SECOND`;
   adds the second tile, the other's shares in shared memory.
@@ -10,11 +11,13 @@ columns, of all tiles. While one weighs, the other's products keep the matrix un
 * Warpgroup 2 (producers) brings tiles in two parts, by columns of the output: `full[stage][part]`,
   every thread when its copies land, and every warp where masks come with it; `empty[stage][part]`,
   4 arrivals: the warps of the warpgroup that has these columns.
+* Warpgroups 2 and 3 where entries hold codes (gather.py): both parts at once, every warp at both.
 
 Both halves of the output have the same order of sums, that of the tiles: peaks, totals and sums are
 brought to the first tile's peak and the first tile is added, 16 keys at a time; then the second.
-Logits are sums over the whole key, 16 values at a time. Where the last pair has one tile, the other
-lies beyond every list and changes no bit. Everything else is that of sm90_attention_kernel.
+Logits are sums over the whole key, 16 values at a time. Where the last pair of a split has one
+tile, the other lies beyond every list and changes no bit. Everything else, the merge of splits
+included, is that of sm90_attention_kernel.
 """
 
 from typing import Any
@@ -25,7 +28,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.attention import gather
+from degarble.kernels.attention import exchange, gather
 from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention import simt_attention_merge as merging
@@ -54,9 +57,9 @@ def turns_kernel(
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = base.shared_memory(form)
-    plan = facts.gather_plan(form.format)
-    multiplying, bringing = facts.registers_in_turns()
-    begin_barriers(memory, plan)
+    plan = facts.plan_of(form)
+    multiplying, bringing = facts.registers_in_turns(plan)
+    begin_barriers(memory, plan, form)
     cute.arch.sync_threads()
     follow()
 
@@ -66,13 +69,15 @@ def turns_kernel(
     if group >= facts.CONSUMERS:
         cute.arch.setmaxregister_decrease(bringing)
         even = walk[0], walk[1], 2 * pairs, walk[2]
-        produce_in_parts(lists, widths, even, memory.places, plan)
+        producer_of(form.format)(lists, widths, even, memory.places, plan)
+        base.stay_for_others(form)
     else:
         cute.arch.setmaxregister_increase(multiplying)
         lane = base.lane_of(group, thread)
         base.load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
-        sums = mainloop.sums_of(base.wgmma_of_output(facts.COLUMNS), facts.COLUMNS)
-        # A token without tiles leaves zeros.
+        at_once = facts.columns_at_once(form.format)
+        sums = mainloop.sums_of(base.wgmma_of_output(at_once), facts.COLUMNS)
+        # A split without tiles leaves zeros.
         sums.fill(0.0)
         peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         # No key yet: exp2(-inf - anything finite) is 0.
@@ -85,36 +90,49 @@ def turns_kernel(
             else:
                 second_of_pairs(memory, lane, pairs, state, (scale, form.format))
         base.share_totals(memory, lane, totals)
-        more = memory.places.tiles, form.sinks
-        base.store_output(addresses, place, lane, state, more)
+        if cutlass.const_expr(form.format.code_bytes > 0):
+            # Found again, as the compiler cannot know: no register holds it meanwhile.
+            place = base.place_of(extents, ptx.opaque)
+        base.finish(addresses, (place, lane), state, memory, form)
+
+
+def producer_of(entry: Any) -> Any:
+    """Return what brings tiles of a format: in parts where nothing is decoded."""
+    if entry.inside:
+        return gather.produce_with_key
+    return gather.produce if entry.code_bytes else produce_in_parts
 
 
 @cute.jit
-def begin_barriers(memory: Any, how: cutlass.Constexpr) -> None:
+def begin_barriers(memory: Any, how: cutlass.Constexpr, form: cutlass.Constexpr) -> None:
     """Initialise the barriers of stages and parts in one thread."""
     thread, _, _ = cute.arch.thread_idx()
     if thread == 0:
         for stage in cutlass.range_constexpr(facts.STAGES):
             for part in cutlass.range_constexpr(PARTS):
                 full = memory.places.full + (stage * PARTS + part) * 8
-                # Masks come with the first part.
-                shared.begin_barrier(full, how.arrivals if part == 0 else how.threads)
+                # Masks come with the first part; where codes are decoded, both parts come at once.
+                several = part == 0 or how.turns > 0
+                shared.begin_barrier(full, how.arrivals if several else how.threads)
                 empty = full + facts.STAGES * PARTS * 8
                 shared.begin_barrier(empty, facts.WARPGROUP // rows.LANES)
+        if cutlass.const_expr(form.together == exchange.TOGETHER):
+            shared.begin_barrier(memory.given, 1)
         cute.arch.mbarrier_init_fence()
 
 
-def fragments(memory: Any, lane: Any) -> tuple[Any, ...]:
+def fragments(memory: Any, lane: Any, entry: Any) -> tuple[Any, ...]:
     """Return instructions and operands of a warpgroup: logits, then shares times values."""
     products = mainloop.mma_of(BFloat16, facts.TILE)
     logits = mainloop.sums_of(products, facts.TILE)
     a = products.make_fragment_A(products.get_slice(0).partition_A(memory.queries))
     b = products.make_fragment_B(products.get_slice(0).partition_B(memory.keys))
-    output = base.wgmma_of_output(facts.COLUMNS)
+    at_once = facts.columns_at_once(entry)
+    output = base.wgmma_of_output(at_once)
     of_half = facts.COLUMNS, facts.TILE, facts.STAGES
     columns = cute.local_tile(memory.values, of_half, (lane.half, 0, 0))
     values = output.make_fragment_B(output.get_slice(0).partition_B(columns))
-    of_registers = base.wgmma_of_output(facts.COLUMNS, warpgroup.OperandSource.RMEM)
+    of_registers = base.wgmma_of_output(at_once, warpgroup.OperandSource.RMEM)
     own = of_registers.make_fragment_A(of_registers.partition_shape_A((facts.HEADS, facts.TILE)))
     return (products, logits, a, b), (of_registers, own, output, values)
 
@@ -145,7 +163,7 @@ def first_of_pairs(
 ) -> None:
     """Weigh the first tile of every pair; add both tiles to the output's first columns."""
     scale, entry = given
-    of_logits, of_sums = fragments(memory, lane)
+    of_logits, of_sums = fragments(memory, lane, entry)
     # Logits are taken to base 2: exp(scale * x) = exp2(scale * log2(e) * x).
     to_powers = ops.multiply_rn(scale, merging.LOG2_E)
     phase = Uint32(0)
@@ -202,7 +220,7 @@ def second_of_pairs(
 ) -> None:
     """Weigh the second tile of every pair; add both tiles to the output's other columns."""
     scale, entry = given
-    of_logits, (of_registers, own, output, values) = fragments(memory, lane)
+    of_logits, (of_registers, own, output, values) = fragments(memory, lane, entry)
     sums = state[0]
     theirs, _ = shares_of(memory, 0, output, entry)
     _, own_at = shares_of(memory, 1, output, entry)

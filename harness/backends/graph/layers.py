@@ -316,8 +316,9 @@ class V4Steps(DecoderSteps):
         of_heads = QNormRopeProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
         (q,) = run("simt_qnorm_rope", of_heads, heads=heads, turns=table, positions=positions)
         self.meet()
-        splits = self.splits(near, far) if far else self.splits(near)
-        problem = AttentionProblem(len(x), heads.shape[1], near, far, "decode", splits=splits)
+        count = heads.shape[1]
+        splits = self.splits(count, near, far) if far else self.splits(count, near)
+        problem = AttentionProblem(len(x), count, near, far, "decode", splits=splits)
         out = run("sm90_sparse_attention", problem, q=q, sink=w.sink, **more)[0]
         low, *of_low = self._turned_back(w, out, table)
         return self._product("attn.wo_b", w.wo_b, low, *of_low)
@@ -595,10 +596,10 @@ class V32Steps(DecoderSteps):
         self.meet()
         keys = KeyList(chosen.shape[1], self.room.pages(EVERY, WITH_KEY))
         mode = "decode" if self.rows == self.room.lanes else "prefill"
+        count = c.num_attention_heads
         problem = AttentionProblem(
-            len(x), c.num_attention_heads, keys, mode=mode, splits=self.splits(keys),
-            scale=self._scale,
-        )  # fmt: skip
+            len(x), count, keys, mode=mode, splits=self.splits(count, keys), scale=self._scale
+        )
         out = self.kernels.run(
             "sm90_sparse_attention", problem, q=q, sink=None,
             window_slots=slots, window_cache=memory.rows,

@@ -389,9 +389,9 @@ class DecoderSteps(ABC):
         """Multiply BF16 rows by a BF16 weight into float32."""
         return widely(self.kernels, weight, x, few=self.rows <= VERY_FEW_ROWS)
 
-    def splits(self, *lists: KeyList) -> int:
+    def splits(self, heads: int, *lists: KeyList) -> int:
         """Return into how many parts a decoding step's keys are divided; 0: as the kernel does."""
-        return few_token_splits(lists, most=self.by_row) if self.few == W4A16 else 0
+        return few_token_splits(lists, heads, most=self.by_row) if self.few == W4A16 else 0
 
     def normed(self, norm: NormWeight, x: Tensor, epsilon: float | None = None) -> Tensor:
         """Apply RMSNorm, with the config's epsilon unless another is given."""

@@ -244,7 +244,8 @@ def decode() -> Iterator[Row]:
             for batch in BATCHES:
                 problem = problem_of(model, "decode", ENTRIES[model], batch, heads)
                 if batch <= MMA_ROWS:
-                    splits = few_token_splits(problem.lists, most=batch <= VERY_FEW_ROWS)
+                    few = batch <= VERY_FEW_ROWS
+                    splits = few_token_splits(problem.lists, heads, most=few)
                     problem = replace(problem, splits=splits)
                 yield row(f"{model}, {heads} heads, batch {batch}", problem, peers)
 

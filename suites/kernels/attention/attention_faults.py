@@ -159,8 +159,9 @@ def _no_factors(true: Any, memory: Any, lane: Any, state: Any, number: int) -> A
     return factors
 
 
-def _first_shares(true: Any, memory: Any, _number: int, output: Any, entry: Any) -> Any:
-    return true(memory, 0, output, entry)
+def _other_shares(true: Any, memory: Any, number: int, output: Any, entry: Any) -> Any:
+    """Read where the other tile's shares are; one place for both would be right by good timing."""
+    return true(memory, 1 - number, output, entry)[0], true(memory, number, output, entry)[1]
 
 
 def _unswizzled(true: Any, *given: Any) -> Any:
@@ -172,7 +173,10 @@ FAULTS_IN_TURNS = (
     Fault("mask of -1 dropped in turns", _KERNEL, "hide", _nothing, _PREFILL),
     Fault("own peaks without rescaling", _TURNS, "rescale_where", _nothing, _STEEP_PREFILL),
     Fault("taken peaks without rescaling", _TURNS, "taken_peaks", _no_factors, _STEEP_PREFILL),
-    Fault("shares of the first tile twice", _TURNS, "shares_of", _first_shares, _PREFILL),
+    Fault("shares of the other tile", _TURNS, "shares_of", _other_shares, _PREFILL),
+    Fault("shares of the other tile in decoding", _TURNS, "shares_of", _other_shares, _OF_V32),
+    Fault("sums in decoding without rescaling", _TURNS, "rescale_where", _nothing,
+          replace(_OF_V32, spread="steep")),
     Fault("rows four further on as if swizzled alike", _TURNS, "standing_of", _unswizzled,
           replace(_PREFILL, entry="bf16")),
     Fault("rows of the page before", _ENTRY, "rows_of_cache", _first_rows, _PREFILL),

@@ -152,19 +152,19 @@ def _products_of_v4(kernel: CompiledKernel, form: AttentionForm) -> None:
     assert registers == sorted(facts.registers(entry))
 
 
-def _products_of_v32(kernel: CompiledKernel, _form: AttentionForm) -> None:
-    products = _products_of(kernel)
+def _products_of_v32(kernel: CompiledKernel, form: AttentionForm) -> None:
+    products, columns = _products_of(kernel), facts.columns_at_once(form.format)
     assert products.count("m64n32k16") == 2 * WIDTH // 16
-    assert products.count("m64n256k16") == 2 * facts.TILE // 16
+    assert products.count(f"m64n{columns}k16") == 2 * facts.TILE // 16 * 256 // columns
 
 
 def _products_in_turns(kernel: CompiledKernel, form: AttentionForm) -> None:
     """Warpgroup 0 has its products twice, in a loop and behind it, warpgroup 1 has them once."""
-    products = _products_of(kernel)
+    products, columns = _products_of(kernel), facts.columns_at_once(form.format)
     assert products.count("m64n64k16") == 3 * form.width // 16
-    assert products.count("m64n256k16") == 3 * 2 * facts.TILE // 16
+    assert products.count(f"m64n{columns}k16") == 3 * 2 * facts.TILE // 16 * 256 // columns
     registers = sorted(map(int, re.findall(r"setmaxnreg\S+ \s*(\d+);", kernel.ptx)))
-    assert registers == sorted(facts.registers_in_turns())
+    assert registers == sorted(facts.registers_in_turns(facts.plan_of(form)))
 
 
 CODE = [
@@ -197,6 +197,16 @@ CODE = [
         )
         for width in (rows.WIDTH, WIDTH)
         for lengths in (False, True)
+    ),
+    *(
+        MachineCode(
+            "sm90_sparse_attention",
+            AttentionForm(OF_V32[0], lengths, together, "sm_90a", WIDTH, turns=True),
+            facts.REGISTER_FILE // 512, more=_products_in_turns,
+            slow=(lengths, together) not in ((False, 2), (True, 0)),
+        )
+        for lengths in (False, True)
+        for together in (0, 1, 2, 3)
     ),
 ]  # fmt: skip
 

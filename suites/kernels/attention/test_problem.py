@@ -108,6 +108,25 @@ def test_lanes_take_every_code_of_a_tile_once(entry: EntryFormat) -> None:
             assert 0 <= in_registers <= (1 if plan.warpgroups == 1 else 3)
 
 
+@pytest.mark.parametrize(
+    ("lists", "heads", "of_few", "of_more"),
+    [
+        ((OF_V32.window,), 128, 16, 4),
+        ((OF_V32.window,), 16, 16, 8),
+        (PROBLEM.lists, 128, 16, 3),
+        (PROBLEM.lists, 64, 16, 4),
+        ((KeyList(640, PAGES),), 128, 4, 4),
+        ((KeyList(65, PAGES),), 64, 2, 2),
+    ],
+)
+def test_splits_of_few_tokens(
+    lists: tuple[KeyList, ...], heads: int, of_few: int, of_more: int
+) -> None:
+    """What 16 tokens have run beside each other, in clusters that fit or with a second kernel."""
+    assert facts.few_token_splits(lists, heads, most=True) == of_few
+    assert facts.few_token_splits(lists, heads, most=False) == of_more
+
+
 def test_figures_follow() -> None:
     assert PROBLEM.operations == 3 * 64 * 1152 * 512 * 4
     assert PROBLEM.gathered_bytes == 3 * 1152 * 584

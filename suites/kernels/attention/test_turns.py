@@ -36,15 +36,13 @@ def test_a_fault_of_the_barriers_is_found(fault: str) -> None:
     assert found
 
 
-@pytest.mark.parametrize("width", [rows.WIDTH, rows.WITH_KEY])
-def test_a_thread_block_in_turns_has_room(width: int) -> None:
-    entry = entry_format(facts.ROWS, width)
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
+def test_a_thread_block_in_turns_has_room(entry: EntryFormat) -> None:
     held = facts.memory_in_turns(entry)
     assert held.total <= SM90A.shared_memory_bytes
     # Shares of both tiles of a pair have places: V3.2's first ones lie over the turned key.
     shares = 2 * facts.HEADS * facts.TILE
     assert held.shares + facts.shares_over_keys(entry) * shares == 2 * shares
-    assert facts.gather_plan(entry).warpgroups == 1
 
 
 @pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
@@ -52,8 +50,8 @@ def test_warpgroups_divide_what_the_thread_block_was_launched_with(entry: EntryF
     """Trap: one that asks for more waits forever, although the register file has it."""
     count, bringing = facts.threads(entry), facts.gather_plan(entry).warpgroups
     several = [facts.registers(entry)]
-    if entry.name == facts.ROWS:
-        several.append(facts.registers_in_turns())
+    if entry.name == facts.ROWS or entry.inside:
+        several.append(facts.registers_in_turns(facts.plan_in_turns(entry)))
     for consumer, producer in several:
         divided = (facts.CONSUMERS * consumer + bringing * producer) * facts.WARPGROUP
         assert divided <= facts.launched_registers(count)
@@ -90,6 +88,21 @@ def test_the_number_of_tokens_chooses_nothing() -> None:
             for tokens in (1, 70, 4096)
         }
         assert len(forms) == 1
+
+
+def decoding(tokens: int, heads: int, splits: int = 0) -> AttentionProblem:
+    keys = KeyList(2048, Pages("fp8-v32", 64, 64, width=rows.WITH_KEY))
+    return AttentionProblem(tokens, heads, keys, mode="decode", splits=splits, scale=0.1)
+
+
+def test_decoding_of_v32_goes_in_turns_by_whole_pairs() -> None:
+    for heads, splits, together, each in ((64, 0, 2, 16), (128, 3, 3, 12), (16, 5, 0, 8)):
+        problem = decoding(7, heads, splits)
+        form = facts.choose_form(problem, SM90A.name)
+        assert (form.turns, form.together) == (True, together)
+        assert facts.tiles_each(problem) == each
+        assert facts.choose_form(replace(problem, tokens=4096), SM90A.name) == form
+        assert not facts.choose_form(problem, SM100A.name).turns
 
 
 @pytest.mark.needs("cutlass")
