@@ -493,17 +493,26 @@ def add_parts(
             ptx.store_rounded(out + Int64((row * outputs + output) * 2), total)
 
 
+def begin_barriers(memory: W4A16Memory, form: W4A16Form) -> None:
+    """Initialise the barriers of all stages and of all rounds kept, with one thread.
+
+    With a lane for each, ptxas makes a loop over lanes, and a fence in each of its turns.
+    """
+    for first, count in ((memory.full, form.stages), (memory.kept_full, facts.LARGEST_KEPT)):
+        for at in range(count):
+            # Full: the loading warp arrives, with bytes. Empty: each multiplying warp arrives.
+            ptx.begin_barrier(first + at * 8, 1)
+            ptx.begin_barrier(first + EMPTY + at * 8, form.warps)
+
+
 @cute.jit
 def set_up(views: Views, place: W4A16Thread, memory: W4A16Memory, form: cutlass.Constexpr) -> None:
     """Fetch the descriptors and begin the barriers."""
     if place.warp == form.warps:
         for atom, _ in views:
             cpasync.prefetch_descriptor(atom)
-    if (place.warp == 0) & (place.lane < EMPTY // 8):
-        for first in (memory.full, memory.kept_full):
-            # Full: the loading warp arrives, with bytes. Empty: each multiplying warp arrives.
-            ptx.begin_barrier(first + place.lane * 8, 1)
-            ptx.begin_barrier(first + EMPTY + place.lane * 8, form.warps)
+    if (place.warp == 0) & (place.lane == 0):
+        begin_barriers(memory, form)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 

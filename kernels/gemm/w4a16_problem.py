@@ -277,6 +277,9 @@ TACTICS = (
 )
 SHARED_BYTES = 227 * 1024  # that a thread block may use; targets.py has the source
 RESERVED_BYTES = 1024  # a thread block's own: CUDA C++ Programming Guide 13.0
+# A processor has no two of these, so that no thread blocks of a launch share one while another
+# processor has none.
+ALONE_BYTES = 114 * 1024
 LARGEST_KEPT = 6  # rounds of activations that have barriers
 
 
@@ -335,7 +338,8 @@ def rounds_kept(problem: W4A16Problem, form: W4A16Form, turns: int = 1) -> int:
 def shared_bytes(problem: W4A16Problem, form: W4A16Form, turns: int = 1) -> int:
     """Return the shared memory of a thread block: barriers, stages, activations, by row more."""
     kept = rounds_kept(problem, form, turns) * form.kept_bytes
-    return BARRIER_BYTES + form.ring_bytes + kept + form.more_bytes
+    used = BARRIER_BYTES + form.ring_bytes + kept + form.more_bytes
+    return max(used, ALONE_BYTES) if form.resident == 1 else used
 
 
 def activation_box(form: W4A16Form) -> tuple[int, ...]:
