@@ -8,15 +8,16 @@ w4a16_wgmma_problem, and the output round. The sign bit of a scale is ignored.
 Roles: `form.groups` warpgroups multiply 64 outputs each; `form.permuting` warps put activations in
   order, in place; one more warp issues TMA. A cluster of `ranks` thread blocks shares K.
 Pipeline: `form.stages` stages of 128 numbers of K, activations and codes; full: 1 arrival plus
-  bytes; ready: one arrival per permuting warp (after a fence to the async proxy); empty: one
-  arrival per multiplying warp. Scales of 256 numbers of K are copied with the first of their two
+  bytes; ready: an arrival for half a stage of 32 rows (after a fence to the async proxy); empty:
+  one arrival per multiplying warp. Scales of 256 numbers of K are copied with the first of their
   stages, to one of four slots; stages are released in order, so a slot is free when its next chunk
   is copied.
-Order: set up barriers; PDL: release the next launch, prefetch the first stages' weights to L2, wait
-  for the launch before; the loading warp waits for space and issues boxes; a warpgroup decodes half
-  a stage into its fragment while the other half's wgmma run, and releases a stage once its wgmma
-  have ended; sums replace the stages in shared memory; thread block or cluster barrier; all threads
-  add the runs in order, scale, round, write.
+Order: set up barriers; PDL: release the next launch, prefetch the first stages to L2, wait for the
+  launch before; the loading warp waits for space and issues boxes; a warpgroup decodes half a stage
+  into its fragment while the other half's wgmma run, reads the next stage's codes and scales before
+  it starts the second half's, and releases a stage once its wgmma have ended; sums replace the
+  stages in shared memory; thread block or cluster barrier; all threads add the runs in order,
+  scale, round, write.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
 graph. Shape letters: M rows, N outputs, K columns, P = K / 2 bytes.
@@ -55,6 +56,9 @@ LANES = 32
 READY = 2 * EMPTY  # bytes from a full barrier to that of its permuted activations
 CHUNKS = range(8)  # of 16 bytes, of half a step of activations
 QUAD = 4  # lanes of a warp that have the same rows of a fragment
+ROWS_OF_LANE = 2  # of W, eight apart
+CODES_OF_STEP = facts.HALVES * ROWS_OF_LANE * codec.WORDS  # words that a thread reads
+WORDS_OF_STEP = CODES_OF_STEP + facts.HALVES * ROWS_OF_LANE
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -144,6 +148,18 @@ def feedings_of(views: WgmmaViews, memory: WgmmaMemory, form: W4A16WgmmaForm) ->
     )
 
 
+def begin_barriers(memory: WgmmaMemory, form: W4A16WgmmaForm) -> None:
+    """Initialise the barriers of all stages with one thread.
+
+    With a lane for each, ptxas makes a loop over lanes, and a fence in each of its turns.
+    """
+    for stage in range(form.stages):
+        full = memory.full + 8 * stage
+        ptx.begin_barrier(full, 1)
+        ptx.begin_barrier(full + EMPTY, form.warps)
+        ptx.begin_barrier(full + READY, facts.HALVES * form.row_groups)
+
+
 def copy_scales(
     views: WgmmaViews, place: WgmmaPlace, chunk: Any, to: Any, barrier: Any, form: W4A16WgmmaForm
 ) -> None:
@@ -162,13 +178,16 @@ def copy_scales(
 def ask_early(
     views: WgmmaViews, feedings: WgmmaFeedings, place: WgmmaPlace, run: Any, form: cutlass.Constexpr
 ) -> None:
-    """Prefetch the first stages' weights to L2, before the previous launch has ended."""
+    """Prefetch the first stages to L2, before the previous launch has ended: nothing is read."""
     first, steps = run
     for number in cutlass.range(Int32(0), cutlass.min(steps, form.stages), unroll=1):
         step = first + number
         cute.prefetch(feedings.codes.atom, feedings.codes.source[None, Int32(place.tile), step])
+        for half in range(facts.HALVES):
+            box = facts.HALVES * step + half
+            cute.prefetch(feedings.activations.atom, feedings.activations.source[None, 0, box])
         if cutlass.const_expr(not form.ragged):  # noqa: SIM102  the first is settled when traced
-            if number % facts.STEPS_OF_CHUNK == 0:
+            if (step % facts.STEPS_OF_CHUNK == 0) | (number == 0):
                 copy_scales(views, place, step // facts.STEPS_OF_CHUNK, Uint32(0), None, form)
 
 
@@ -188,12 +207,14 @@ def ask(
     for number in cutlass.range(Int32(0), steps, unroll=1):
         full, step = memory.full + at * 8, first + number
         ptx.await_phase(full + EMPTY, phase)
-        begins, size = number % facts.STEPS_OF_CHUNK == 0, form.activation_bytes + form.code_bytes
+        size = form.activation_bytes + form.code_bytes
+        begins = (step % facts.STEPS_OF_CHUNK == 0) | (number == 0)
         if cutlass.const_expr(not form.ragged):
             more = ops.select(begins, Uint32(form.slot_bytes), Uint32(0))
             ptx.expect(full, Uint32(size) + more, place.lane == 0)
             if begins:
-                slot = Uint32(number) // facts.STEPS_OF_CHUNK % facts.SLOTS
+                chunk = step // facts.STEPS_OF_CHUNK - first // facts.STEPS_OF_CHUNK
+                slot = Uint32(chunk) % facts.SLOTS
                 to = memory.scales + slot * form.slot_bytes
                 copy_scales(views, place, step // facts.STEPS_OF_CHUNK, to, full, form)
         else:
@@ -219,99 +240,149 @@ def permute_row(chunks: list[Any]) -> None:
 def permute(place: WgmmaPlace, memory: WgmmaMemory, run: Any, form: cutlass.Constexpr) -> None:
     """Put each row of a stage's activations in the order in which weights are decoded.
 
-    A thread has a row; it reads all of it before it writes.
+    The warps take turns at units of up to 32 rows of half a stage; a thread reads all of its row
+    before it writes.
     """
     _, steps = run
-    row = (place.warp - form.warps) * LANES + place.lane
-    at, phase = Uint32(0), Uint32(0)
-    for _ in cutlass.range(Int32(0), steps, unroll=1):
+    units = facts.HALVES * form.row_groups
+    size = form.activation_bytes // facts.HALVES
+    first = Int32(place.warp) - form.warps
+    for unit in cutlass.range(first, steps * units, form.permuting, unroll=1):
+        number, within = Uint32(unit) // units, Uint32(unit) % units
+        at, phase = number % form.stages, number // form.stages % 2
         full = memory.full + at * 8
         ptx.await_phase(full, phase)
+        row = within // facts.HALVES * LANES + place.lane
         if row < form.columns:
-            for half in cutlass.range_constexpr(facts.HALVES):
-                size = form.activation_bytes // facts.HALVES
-                own = memory.activations + (facts.HALVES * at + half) * size
-                permute_row([own + codec.chunk_of_numbers(row, chunk) * 16 for chunk in CHUNKS])
+            own = memory.activations + (facts.HALVES * at + within % facts.HALVES) * size
+            permute_row([own + codec.chunk_of_numbers(row, chunk) * 16 for chunk in CHUNKS])
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads through another proxy
         cute.arch.sync_warp()
         ptx.arrive(full + READY, place.lane == 0)
-        at, phase = next_place(at, phase, form.stages)
 
 
 class WgmmaThread(NamedTuple):
     """What a thread reads, computed once: addresses in the first stage and slot; rows of W."""
 
-    codes: tuple[Any, Any]  # of block q in row g, by half of a step
+    full: Any  # of the first stage
+    codes: Any  # of block q in row g, in the first half of a step
     scales: tuple[Any, Any]  # of rows g and g + 8
     outputs: tuple[Any, Any]  # the same rows of W
-    shift: Any  # of block q
+    block: Any  # q
+    chosen: Any  # selects byte q of the words of both rows
 
 
 def thread_of(place: WgmmaPlace, memory: WgmmaMemory, form: W4A16WgmmaForm) -> WgmmaThread:
     """Return what a thread reads."""
-    row, block = place.warp * 16 + place.lane // QUAD, place.lane % QUAD
+    row, block = facts.row_of(place.warp, place.lane // QUAD), place.lane % QUAD
     first = facts.first_scale_row(place.tile, form)
     rows = (row, row + 8)
     # TMA's 64-byte swizzle, which is the same eight rows further on.
-    chunks = ((2 * half + block // 2) ^ (row // 2 % 4) for half in range(facts.HALVES))
-    own = memory.codes + row * facts.CODE_BYTES + block % 2 * (codec.BLOCK // 2)
+    chunk = (block // 2) ^ (row // 2 % 4)
+    codes = memory.codes + row * facts.CODE_BYTES + chunk * 16 + block % 2 * (codec.BLOCK // 2)
+    scales = tuple(memory.scales + facts.scale_word(first + each, form) for each in rows)
+    # Trap: ptxas would compute these anew in every step, from the thread's number, which comes
+    # late. It does not know what a shuffle gives.
+    made = (memory.full, codes, *scales, block)
+    kept = [Uint32(cute.arch.shuffle_sync(each, place.lane)) for each in made]
+    full, codes, upper, lower, block = kept
     return WgmmaThread(
-        tuple(own + chunk * 16 for chunk in chunks),
-        tuple(memory.scales + facts.scale_word(first + each, form) for each in rows),
+        full,
+        codes,
+        (upper, lower),
         tuple(place.tile * form.outputs + each for each in rows),
-        block * 8,
+        block,
+        block + (block + 4) * 256,
     )
 
 
-def scale_word_of(
-    sources: WgmmaSources, thread: WgmmaThread, row: int, at: tuple[Any, int], form: W4A16WgmmaForm
-) -> Any:
-    """Return the four scales of one of a thread's rows in half a step; those beyond K are zeros."""
-    number, half = at
-    _, outputs, columns = sources.extents
-    first = (Uint32(sources.run[0] + number) * facts.HALVES + half) * codec.BLOCKS
-    blocks = columns // codec.BLOCK
-    mask = ops.select(first + 2 < blocks, Uint32(0xFFFF_FFFF), Uint32(0xFFFF))
-    mask = ops.select(first < blocks, mask, Uint32(0))
+def scale_words(
+    sources: WgmmaSources, thread: WgmmaThread, row: int, number: Any, form: W4A16WgmmaForm
+) -> list[Any]:
+    """Return the four scales of one of a thread's rows in each half of a step."""
     if not form.ragged:
-        slot = Uint32(number) // facts.STEPS_OF_CHUNK % facts.SLOTS * form.slot_bytes
-        within = Uint32(number) % facts.STEPS_OF_CHUNK * facts.HALVES + half
-        address = thread.scales[row] + slot + within * facts.scale_half(form)
-        return ptx.shared_words(address, 1)[0] & mask
+        # A run may begin with the second step of a chunk.
+        step = Uint32(number) + Uint32(sources.run[0]) % facts.STEPS_OF_CHUNK
+        slot = step // facts.STEPS_OF_CHUNK % facts.SLOTS * form.slot_bytes
+        within = step % facts.STEPS_OF_CHUNK * facts.HALVES * facts.scale_half(form)
+        address = thread.scales[row] + slot + within
+        if form.layout == LINEAR.name:
+            return ptx.shared_words(address, facts.HALVES)
+        halves = range(facts.HALVES)
+        return [ptx.shared_words(address + h * facts.scale_half(form), 1)[0] for h in halves]
     # Two blocks at a time, because K / 16 is even; the last two may lie beyond the row.
-    output = ops.minimum(thread.outputs[row], outputs - 1)
-    low, high = (
-        ptx.global_half(
-            sources.scales + Int64(output * blocks + ops.minimum(first + more, blocks - 2))
+    _, outputs, columns = sources.extents
+    blocks, output = columns // codec.BLOCK, ops.minimum(thread.outputs[row], outputs - 1)
+    start = Uint32(sources.run[0] + number) * facts.HALVES * codec.BLOCKS
+    words = []
+    for first in (start, start + codec.BLOCKS):
+        low, high = (
+            ptx.global_half(
+                sources.scales + Int64(output * blocks + ops.minimum(first + more, blocks - 2))
+            )
+            for more in (0, 2)
         )
-        for more in (0, 2)
-    )
-    return (low + high * 65_536) & mask
+        words.append(low + high * 65_536)
+    return words
 
 
-def decode_half(
-    sources: WgmmaSources,
-    thread: WgmmaThread,
-    at: tuple[Any, Any, int],
-    fragment: Any,
-    form: W4A16WgmmaForm,
+def scales_of(
+    sources: WgmmaSources, thread: WgmmaThread, number: Any, both: Any, form: W4A16WgmmaForm
+) -> list[Any]:
+    """Return the scales of block q of both rows, for each half of a step; 0 beyond K."""
+    upper, lower = both
+    blocks = sources.extents[2] // codec.BLOCK
+    pairs = []
+    for half in range(facts.HALVES):
+        codes = ptx.chosen_bytes(upper[half], lower[half], thread.chosen)
+        mask = Uint32(facts.SCALE_CODES)
+        if form.ragged or form.layout != LINEAR.name:  # linear scales of whole chunks have no rest
+            first = (Uint32(sources.run[0] + number) * facts.HALVES + half) * codec.BLOCKS
+            mask = ops.select(first + thread.block < blocks, mask, Uint32(0))
+        pairs.append(codec.scale_pairs(ops.shift_left(codes & mask, 4)))
+    return pairs
+
+
+def codes_of(thread: WgmmaThread, stage: Any, form: W4A16WgmmaForm) -> list[Any]:
+    """Read block q of both rows, for each half of a step."""
+    first = thread.codes + stage * form.code_bytes
+    # The swizzle leaves the halves 32 bytes apart, in either order.
+    places = [at + row * 8 * facts.CODE_BYTES for at in (first, first ^ 32) for row in range(2)]
+    return [word for at in places for word in ptx.shared_words(at, codec.WORDS)]
+
+
+def read_step(
+    sources: WgmmaSources, thread: WgmmaThread, at: tuple[Any, Any], held: Any, form: Any
 ) -> None:
+    """Read codes and scales of a step: of both rows, for each half."""
+    number, stage = at
+    words = codes_of(thread, stage, form)
+    for row in range(ROWS_OF_LANE):
+        words += scale_words(sources, thread, row, number, form)
+    for i, word in enumerate(words):
+        held[i] = word
+
+
+def step_of(
+    sources: WgmmaSources, thread: WgmmaThread, number: Any, held: Any, form: Any
+) -> tuple[list[list[list[Any]]], list[Any]]:
+    """Return what `read_step` read: codes by half and row, and the halves' scales."""
+    words = [held[i] for i in range(WORDS_OF_STEP)]
+    rows = [words[i : i + codec.WORDS] for i in range(0, CODES_OF_STEP, codec.WORDS)]
+    codes = [rows[i : i + ROWS_OF_LANE] for i in range(0, len(rows), ROWS_OF_LANE)]
+    upper = words[CODES_OF_STEP : CODES_OF_STEP + facts.HALVES]
+    lower = words[CODES_OF_STEP + facts.HALVES :]
+    return codes, scales_of(sources, thread, number, (upper, lower), form)
+
+
+def decode_half(codes: list[list[Any]], scales: Any, fragment: Any) -> None:
     """Decode a thread's part of half a step's weights into wgmma's registers.
 
     A thread has block q of rows g and g + 8; a fragment has four words for each step of 16.
     """
-    number, stage, half = at
     words = cute.recast_tensor(fragment, Uint32)
-    upper, lower = (
-        ops.shift_right(scale_word_of(sources, thread, row, (number, half), form), thread.shift)
-        & 0x7F
-        for row in range(2)
-    )
-    both = codec.scale_pairs(ops.shift_left(upper, 4) + ops.shift_left(lower, 20))
-    codes = thread.codes[half] + stage * form.code_bytes
-    for row in range(2):
-        read = ptx.shared_words(codes + row * 8 * facts.CODE_BYTES, codec.WORDS)
-        pairs = codec.decoded(read, codec.doubled(both, row == 1))
+    for row, read in enumerate(codes):
+        pairs = codec.decoded(read, codec.doubled(scales, row == 1))
         for step in range(codec.BLOCKS):
             words[4 * step + row] = pairs[2 * step]
             words[4 * step + 2 + row] = pairs[2 * step + 1]
@@ -337,26 +408,45 @@ def multiply(
     sums.fill(0.0)
     thread = thread_of(place, memory, form)
     at, phase, before = Uint32(0), Uint32(0), Uint32(0)
+    held = cute.make_rmem_tensor(WORDS_OF_STEP, Uint32)
+    here = Uint32(0)
     for number in cutlass.range(Int32(0), sources.run[1], unroll=1):
-        ptx.await_phase(memory.full + at * 8, phase)
+        if here == 0:
+            ptx.await_phase(thread.full + at * 8, phase)
+            read_step(sources, thread, (number, at), held, form)
+        codes, scales = step_of(sources, thread, number, held, form)
+        following, turned = next_place(at, phase, form.stages)
         for half in cutlass.range_constexpr(facts.HALVES):
             warpgroup.wait_group(1)  # the wgmma of this half of the step before
             if cutlass.const_expr(half == facts.HALVES - 1):
                 # Those of the step before have read its activations, and their registers hold what
                 # was decoded from its codes and scales.
-                ptx.arrive(memory.full + EMPTY + before * 8, (place.lane == 0) & (number > 0))
-            decode_half(sources, thread, (number, at, half), fragments[half], form)
+                ptx.arrive(thread.full + EMPTY + before * 8, (place.lane == 0) & (number > 0))
+            decode_half(codes[half], scales[half], fragments[half])
             if cutlass.const_expr(half == 0):
-                ptx.await_phase(memory.full + READY + at * 8, phase)
+                ptx.await_phase(thread.full + READY + at * 8, phase)
+            else:
+                # Behind the next wgmma, a test and reads would be served when those have begun.
+                # Trap: a loop that waits here would let ptxas run all wgmma one by one.
+                here = ptx.has_ended(thread.full + following * 8, turned)
+                # Addresses depend on the answer, so nothing is read before it has come.
+                next_step = number + Int32(here), ops.select(here == 1, following, at)
+                read_step(sources, thread, next_step, held, form)
             stage = b[None, None, None, facts.HALVES * Int32(at) + half]
             mainloop.multiply_stage(mma, sums, fragments[half], stage, begins=False)
         before = at
-        at, phase = next_place(at, phase, form.stages)
+        at, phase = following, turned
+    leave_sums(sums, place, memory, form)
+
+
+@cute.jit
+def leave_sums(sums: Any, place: WgmmaPlace, memory: WgmmaMemory, form: cutlass.Constexpr) -> None:
+    """Leave a warpgroup's sums where the stages were."""
     warpgroup.wait_group(0)
     # Sums overwrite the stages: every multiplying warp has to be past its last one.
     cute.arch.barrier(barrier_id=1, number_of_threads=form.warps * LANES)
-    own = memory.activations + (place.warp * 16 + place.lane // QUAD) * 4
-    for i in cutlass.range_constexpr(cute.size(sums)):
+    own = memory.activations + facts.row_of(place.warp, place.lane // QUAD) * 4
+    for i in range(cute.size(sums)):
         # Four registers for each eight columns: two columns of row g, then of row g + 8.
         column = i // 4 * 8 + i % 2
         at_sum = own + (place.lane % QUAD * 2 + column) * form.sum_stride + i // 2 % 2 * 32
@@ -372,6 +462,23 @@ def scaled_total(numbers: list[Any], scale: Any) -> Any:
     return ops.multiply_rn(total, scale)
 
 
+def addition_of(
+    number: Any, extents: tuple[Any, Any], place: WgmmaPlace, memory: WgmmaMemory, form: Any
+) -> tuple[Any, list[list[Any]]]:
+    """Return the place in the result of four outputs of a row, and their sums of each run.
+
+    Whatever lies behind the last row or output is the last one again.
+    """
+    rows, outputs = extents
+    across, first = form.outputs // 4, place.tile * form.outputs
+    each = ops.minimum(number, rows * across - 1)
+    row = each // across
+    output = ops.minimum(each % across * 4, outputs - first - 4)
+    at = memory.activations + row * form.sum_stride + output * 4
+    runs = [ptx.shared_numbers(at, rank, form.ranks) for rank in range(form.ranks)]
+    return row * outputs + first + output, runs
+
+
 @cute.jit
 def add_runs(
     out: Int64,
@@ -380,23 +487,23 @@ def add_runs(
     memory: WgmmaMemory,
     form: cutlass.Constexpr,
 ) -> None:
-    """Add the runs' sums in order, four outputs a thread; scale, round and write."""
+    """Add the runs' sums in order, four outputs a thread; scale, round and write.
+
+    All reads first: reads from another thread block are slow, so they have to overlap. A read
+    without a store behind it could be under way when this thread block says it left: so threads
+    that have no outputs of their own write others' as well, the same numbers.
+    """
     thread, _, _ = cute.arch.thread_idx()
-    rows, outputs = extents
     place = place_of(form)
-    begin = Uint32(place.rank) * form.threads + Uint32(thread)
-    across, stride = form.outputs // 4, form.ranks * form.threads
-    count = rows * across
-    for each in cutlass.range(Int32(begin), Int32(count), stride, unroll=1):
-        row, output = Uint32(each) // across, Uint32(each) % across * 4
-        at = memory.activations + row * form.sum_stride + output * 4
-        first = place.tile * form.outputs + output
-        if first < outputs:
-            # All reads first: reads from another thread block are slow, so they have to overlap. A
-            # read without a store behind it could be under way when this thread block says it left.
-            runs = [ptx.shared_numbers(at, rank, form.ranks) for rank in range(form.ranks)]
-            numbers = [scaled_total([run[i] for run in runs], scale) for i in range(4)]
-            ptx.store_four_rounded(out + Int64((row * outputs + first) * 2), numbers)
+    begin, stride = Uint32(place.rank) * form.threads + Uint32(thread), form.ranks * form.threads
+    made = [
+        addition_of(begin + turn * stride, extents, place, memory, form)
+        for turn in range(form.turns)
+    ]
+    for turn in cutlass.range_constexpr(form.turns):
+        at, runs = made[turn]
+        numbers = [scaled_total([run[i] for run in runs], scale) for i in range(4)]
+        ptx.store_four_rounded(out + Int64(at * 2), numbers)
 
 
 @cute.kernel
@@ -413,10 +520,8 @@ def w4a16_wgmma_kernel(
     if place.warp == form.warps + form.permuting:
         for atom in (views.activations.atom, views.codes.atom, views.scales[0]):
             cpasync.prefetch_descriptor(atom)
-    if (place.warp == 0) & (place.lane < EMPTY // 8):
-        ptx.begin_barrier(memory.full + place.lane * 8, 1)
-        ptx.begin_barrier(memory.full + EMPTY + place.lane * 8, form.warps)
-        ptx.begin_barrier(memory.full + READY + place.lane * 8, form.permuting)
+    if (place.warp == 0) & (place.lane == 0):
+        begin_barriers(memory, form)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     # PDL: the next kernel may set up from here on. This one reads and writes no global memory
@@ -491,6 +596,7 @@ def launch_w4a16_wgmma(
         block=[form.threads, 1, 1],
         cluster=[form.ranks, 1, 1] if cutlass.const_expr(form.ranks > 1) else None,
         smem=form.shared_bytes,
+        min_blocks_per_mp=1,
         use_pdl=EARLY,
         stream=stream,
     )

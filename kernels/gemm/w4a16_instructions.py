@@ -69,6 +69,16 @@ def await_phase(barrier: Any, phase: Any) -> None:
     emit(text, [], barrier, phase)
 
 
+def has_ended(barrier: Any, phase: Any) -> Any:
+    """Return 1 where the phase of this parity has ended, and 0 where it has not."""
+    text = """{
+    .reg .pred ended;
+    mbarrier.test_wait.parity.shared::cta.b64 ended, [{$r0}], {$r1};
+    selp.u32 {$w0}, 1, 0, ended;
+    }"""
+    return emit(text, [Uint32], barrier, phase)
+
+
 def shared_words(address: Any, count: int) -> list[Any]:
     """Read 4, 8 or 16 bytes of shared memory."""
     if count == 1:

@@ -1,6 +1,6 @@
 """Form, division of K and memory layout of BF16 times NVFP4 (W4A16) by wgmma.
 
-Order of sums: K is cut into as many runs of whole 256 as a cluster has thread blocks, which N and K
+Order of sums: K is cut into as many runs of whole 128 as a cluster has thread blocks, which N and K
 alone decide. wgmma adds up a run in the order of K; the runs' sums are then added in order. So a
 result does not depend on M: equal rows give equal bits.
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, ceil_div
 from degarble.kernels.gemm.w4a16_problem import (
+    ALONE_BYTES,
     BLOCK,
     COLUMNS,
     SHARED_BYTES,
@@ -34,11 +35,14 @@ CODE_BYTES = STEP // 2  # of a row in a stage
 SCALE_BYTES = CHUNK // BLOCK  # of a row in a chunk
 SCALE_ROWS = SWIZZLE_128X4.row_tile
 SCALE_TILE_BYTES = SCALE_ROWS * SCALE_BYTES
+SCALE_CODES = 0x007F_007F  # two, without their signs
 SLOTS = 4  # chunks of scales in shared memory
 # So that a slot is free when its next chunk is copied.
 MOST_STAGES = SLOTS * STEPS_OF_CHUNK - (STEPS_OF_CHUNK - 1)
 BARRIER_BYTES = 384  # 16 full, 16 empty and 16 ready barriers
 GROUPS = (2, 3, 4, 1)  # warpgroups that multiply; of equal choices the first stands
+# Of a thread block: with more, threads have too few registers, and ptxas runs wgmma one by one.
+MOST_WARPS = 20
 PLAIN, ENOUGH = 2, 0.7  # the choice that stands where so many processors are busy
 PROCESSORS = 132  # of an H200; a constant, because the division of K follows from it
 # Clusters, by their thread blocks, of which an H200 runs as many at a time, as far as measured: a
@@ -51,9 +55,9 @@ SUM_PADDING = 4  # numbers behind a row of sums, so that eight lanes meet no ban
 class W4A16WgmmaForm:
     """Compile-time parameters; extents are passed at launch.
 
-    A thread block has `groups` warpgroups of 64 outputs each, warps that permute activations, a
-    thread for each row, and one warp that issues TMA. The thread blocks of a cluster of `ranks`
-    have one run of K each.
+    A thread block has `groups` warpgroups of 64 outputs each, warps that permute activations, half
+    a stage of 32 rows at a time, and one warp that issues TMA. The thread blocks of a cluster of
+    `ranks` have one run of K each.
     """
 
     layout: str
@@ -62,6 +66,7 @@ class W4A16WgmmaForm:
     ranks: int
     stages: int
     ragged: bool  # whether linear scales are on addresses that TMA rejects
+    permuting: int  # warps that put activations in order
     target: str
 
     @property
@@ -70,10 +75,10 @@ class W4A16WgmmaForm:
         return 32 * (self.warps + self.permuting + 1)
 
     @property
-    def permuting(self) -> int:
-        """Return the warps that permute activations."""
-        warps: int = ceil_div(self.columns, 32)
-        return warps
+    def row_groups(self) -> int:
+        """Return the groups of 32 rows of activations."""
+        groups: int = ceil_div(self.columns, 32)
+        return groups
 
     @property
     def warps(self) -> int:
@@ -98,7 +103,7 @@ class W4A16WgmmaForm:
     @property
     def scale_tiles(self) -> int:
         """Return the tiles of 128 rows of scales that a thread block's outputs meet."""
-        tiles: int = ceil_div(ROWS * self.groups, SCALE_ROWS)
+        tiles: int = ceil_div(self.outputs, SCALE_ROWS)
         return tiles
 
     @property
@@ -139,9 +144,15 @@ class W4A16WgmmaForm:
         return self.columns * self.sum_stride
 
     @property
+    def turns(self) -> int:
+        """Return how many times a thread adds up the runs' sums of four outputs."""
+        turns: int = ceil_div(self.columns * self.outputs // 4, self.ranks * self.threads)
+        return turns
+
+    @property
     def shared_bytes(self) -> int:
         """Return the shared memory of a thread block."""
-        return self.barriers_at + BARRIER_BYTES
+        return max(self.barriers_at + BARRIER_BYTES, ALONE_BYTES)
 
 
 def share(blocks: int) -> float:
@@ -182,10 +193,11 @@ def form_of(problem: W4A16Problem, division: tuple[int, int], target: str) -> W4
     while columns < problem.rows:
         columns *= 2
     ragged = problem.layout == LINEAR.name and problem.columns % CHUNK > 0
-    form = W4A16WgmmaForm(problem.layout, columns, groups, ranks, 1, ragged, target)
+    form = W4A16WgmmaForm(problem.layout, columns, groups, ranks, 1, ragged, 0, target)
+    permuting = min(HALVES * form.row_groups, MOST_WARPS - form.warps - 1)
     free = SHARED_BYTES - BARRIER_BYTES - SLOTS * form.slot_bytes
     stages = min(MOST_STAGES, free // (form.activation_bytes + form.code_bytes))
-    return replace(form, stages=stages)
+    return replace(form, stages=stages, permuting=permuting)
 
 
 def grid(problem: W4A16Problem, form: W4A16WgmmaForm) -> int:
@@ -200,11 +212,10 @@ def run_of(rank: Any, columns: Any, ranks: int, least: Any = min) -> tuple[Any, 
     Runs on ints and inside the kernel, where `least` is cutlass.min. No run is empty.
     """
     steps = (columns + (STEP - 1)) // STEP
-    chunks = (steps + (STEPS_OF_CHUNK - 1)) // STEPS_OF_CHUNK
-    each, more = chunks // ranks, chunks % ranks
+    each, more = steps // ranks, steps % ranks
     first = rank * each + least(rank, more)
     behind = (rank + 1) * each + least(rank + 1, more)
-    return first * STEPS_OF_CHUNK, least(behind * STEPS_OF_CHUNK, steps) - first * STEPS_OF_CHUNK
+    return first, behind - first
 
 
 def activation_box(form: W4A16WgmmaForm) -> tuple[int, int]:
@@ -222,6 +233,15 @@ def scale_box(form: W4A16WgmmaForm) -> tuple[int, ...]:
     if form.layout == LINEAR.name:
         return SCALE_BYTES // 4, form.outputs
     return SCALE_ROWS, CHUNK // HALF, 1
+
+
+def row_of(warp: Any, group: Any) -> Any:
+    """Return the first of the two rows that a quad of lanes decodes; the other is eight further on.
+
+    A warp reads codes of rows 0, 1, 4 and 5 at once, then of 2, 3, 6 and 7: under TMA's 64-byte
+    swizzle these meet no bank twice. Runs on ints and inside the kernel.
+    """
+    return warp * 16 + group % 2 + group // 2 % 2 * 4 + group // 4 * 2
 
 
 def scale_word(row: Any, form: W4A16WgmmaForm) -> Any:

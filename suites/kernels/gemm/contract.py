@@ -342,7 +342,7 @@ def _wgmma_code() -> Iterator[MachineCode]:
             # Two halves of a stage, each four steps of K.
             f"wgmma.mma_async.sync.aligned.m64n{form.columns}k16.f32.bf16.bf16": 8,
             "mul.rn.bf16x2": 2 * (2 + 16),  # of a half: its scales, and 16 pairs of weights
-            "add.rn.f32": 4 * (form.ranks - 1),
+            "add.rn.f32": 4 * (form.ranks - 1) * form.turns,
             "wgmma.wait_group": 3,
         }
         yield MachineCode(

@@ -665,7 +665,8 @@ def test_runs_of_k_follow_each_other_and_none_is_empty(outputs: int, columns: in
     runs = [wgmma.run_of(rank, columns, ranks) for rank in range(ranks)]
     steps = [step for first, count in runs for step in range(first, first + count)]
     assert steps == list(range(-(-columns // wgmma.STEP)))
-    assert all(count > 0 and first % wgmma.STEPS_OF_CHUNK == 0 for first, count in runs)
+    assert all(count > 0 for _, count in runs)
+    assert max(runs, key=lambda run: run[1])[1] - min(runs, key=lambda run: run[1])[1] <= 1
     assert -(-outputs // (wgmma.ROWS * groups)) <= wgmma.CLUSTERS[ranks] or ranks == 1
 
 
@@ -688,7 +689,12 @@ def test_stages_of_wgmma_fit_and_their_copies_are_what_is_waited_for(
         for place in (form.codes_at, form.scales_at, form.activation_bytes // wgmma.HALVES):
             assert place % 1024 == 0  # what swizzled boxes need
         assert form.columns >= rows
-        assert form.permuting * 32 >= form.columns
+        assert form.row_groups * 32 >= form.columns
+        assert 0 < form.permuting <= wgmma.HALVES * form.row_groups
+        # What a thread of 64 columns needs, or ptxas runs wgmma one by one.
+        assert 65_536 // form.threads // 8 * 8 >= 96
+        # A processor has no two of them.
+        assert 2 * (form.shared_bytes + 1024) > TARGETS["sm_90a"].shared_memory_bytes + 1024
 
 
 @pytest.mark.parametrize("groups", wgmma.GROUPS)
@@ -707,6 +713,21 @@ def test_every_row_of_a_thread_block_finds_its_own_scales(groups: int) -> None:
                         want = scale_offset(output, first, (1000, 1024), layout)
                         if output < problem.outputs:
                             assert slot[at + half * wgmma.scale_half(form)] == want
+
+
+def test_lanes_have_all_rows_of_a_warp_and_read_codes_from_all_banks() -> None:
+    for warp in (0, 3):
+        first = [wgmma.row_of(warp, group) for group in range(8)]
+        assert sorted(first) == list(range(16 * warp, 16 * warp + 8))
+        # Half of the lanes read at once, 32 bytes of four rows: all 128 bytes of banks.
+        for rows in (first[:4], first[4:]):
+            for half in range(wgmma.HALVES):
+                chunks = {
+                    (row * 4 + ((2 * half + chunk) ^ row // 2 % 4)) % 8
+                    for row in rows
+                    for chunk in range(2)
+                }
+                assert len(chunks) == 8, (rows, half)
 
 
 def _slot_of(problem: W4A16Problem, form: wgmma.W4A16WgmmaForm, tile: int, chunk: int) -> list[int]:

@@ -350,6 +350,9 @@ facts_run = wgmma.run_of
 WGMMA_FAULTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "the scales of one row": ("facts", "scale_word", lambda row, _form: 16 + 0 * row),
     "scales of rows further on": ("facts", "first_scale_row", lambda tile, _form: 64 + 0 * tile),
+    "rows that two quads decode": (
+        "facts", "row_of", lambda warp, group: warp * 16 + group // 2 * 2,
+    ),
     "activations as they came": (".", "permute_row", lambda _chunks: None),
     "a run too short": (
         "facts", "run_of", lambda *told: (facts_run(*told)[0], facts_run(*told)[1] - 1),
