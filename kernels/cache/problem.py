@@ -5,6 +5,7 @@ Importable without the DSL; the arithmetic is written once for kernels and tenso
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +175,15 @@ def windows_of(starts: Sequence[int], counts: Sequence[int], ratio: int) -> tupl
         owners += [number] * len(found)
         begin += count
     return torch.tensor(closing, dtype=torch.int32), torch.tensor(owners, dtype=torch.int32)
+
+
+def rows_in_turn(ratio: int, held: int) -> int:
+    """Return how many rows of a part lie one after the other where `held` rows lie together.
+
+    A window begins at a multiple of the ratio, so its rows begin at a multiple of this number. All
+    of them, or none, come before the sequence's start.
+    """
+    return math.gcd(min(ratio, ROWS_AT_ONCE), held)
 
 
 def newest_in_row(last: Any, row: Any, rows: int) -> Any:

@@ -160,12 +160,16 @@ def read_old_rows(
     of_row, of_gate, of_entry = (
         n // CHANNELS_OF_THREAD for n in (2 * form.columns, form.columns, form.width)
     )
-    for row in cutlass.range_constexpr(ROWS_AT_ONCE):
-        position = ops.maximum(first + (part * ROWS_AT_ONCE + row), Int32(0))
-        column = chunk + row // form.ratio * of_entry
-        at = (ring + Int64(position % form.ring_rows)) * of_row + Int64(column)
-        cute.autovec_copy(tensors.rings[None, at], rOld[None, row])
-        cute.autovec_copy(tensors.rings[None, at + of_gate], rOldGate[None, row])
+    together = facts.rows_in_turn(form.ratio, form.ring_rows)
+    for turn in cutlass.range_constexpr(ROWS_AT_ONCE // together):
+        position = ops.maximum(first + (part * ROWS_AT_ONCE + turn * together), Int32(0))
+        held = Int32(Uint32(position) % form.ring_rows)
+        begin = ring * of_row + Int64(held * of_row + chunk)
+        for step in cutlass.range_constexpr(together):
+            row = turn * together + step
+            at = begin + (step * of_row + row // form.ratio * of_entry)
+            cute.autovec_copy(tensors.rings[None, at], rOld[None, row])
+            cute.autovec_copy(tensors.rings[None, at + of_gate], rOldGate[None, row])
 
 
 @cute.jit
@@ -174,6 +178,7 @@ def choose_rows(
     carried: tuple[Any, Any],
     place: SequenceRows,
     numbers: tuple[Any, Any, Any],
+    form: cutlass.Constexpr,
 ) -> None:
     """Replace rows from before this call by carried rows; `numbers`: first, part, carries.
 
@@ -182,18 +187,25 @@ def choose_rows(
     first, part, carries = numbers
     rLatent, rGate = registers
     rOld, rOldGate = carried
-    for row in cutlass.range_constexpr(ROWS_AT_ONCE):
-        position = first + (part * ROWS_AT_ONCE + row)
-        is_new, is_there = position >= place.start, position >= 0
+    together = facts.rows_in_turn(form.ratio, form.ring_rows)
+    for turn in cutlass.range_constexpr(ROWS_AT_ONCE // together):
+        begin = first + (part * ROWS_AT_ONCE + turn * together)
+        is_there = begin >= 0
         is_old = is_there & carries
         lost = ops.select(is_there, Float32.nan, Float32(0.0))  # a ring that there is not
         # A gate of -inf: rows before the sequence's start have no weight.
         before = ops.select(is_there, Float32(0.0), -Float32.inf)
-        for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
-            latent = ops.select(is_old, Float32(rOld[channel, row]), lost)
-            gate = ops.select(is_old, Float32(rOldGate[channel, row]), before)
-            rLatent[channel, row] = ops.select(is_new, Float32(rLatent[channel, row]), latent)
-            rGate[channel, row] = ops.select(is_new, Float32(rGate[channel, row]), gate)
+        for row in cutlass.range_constexpr(turn * together, (turn + 1) * together):
+            is_new = begin + (row - turn * together) >= place.start
+            for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+                latent = ops.select(is_old, Float32(rOld[channel, row]), lost)
+                gate = ops.select(is_old, Float32(rOldGate[channel, row]), before)
+                # Of a sequence's only token no row but a part's last one can be new.
+                if cutlass.const_expr(not form.alone or row == ROWS_AT_ONCE - 1):
+                    latent = ops.select(is_new, Float32(rLatent[channel, row]), latent)
+                    gate = ops.select(is_new, Float32(rGate[channel, row]), gate)
+                rLatent[channel, row] = latent
+                rGate[channel, row] = gate
 
 
 def kept_registers() -> tuple[Any, Any, Any]:
@@ -390,7 +402,7 @@ def pool_new_rows(
                 carries, ring = ring_at(place, rings, form)
                 carried = row_registers()
                 read_old_rows(tensors, carried, (last - back, part, chunk, ring), form)
-                choose_rows(registers, carried, place, (last - back, part, carries))
+                choose_rows(registers, carried, place, (last - back, part, carries), form)
             pool_window(tensors, registers, shared, (window, part, chunk, within), form)
         if (group == 0) & (thread == 0):
             tell_slot(tensors, (window, sequence, last, closes, entries, columns), form)
@@ -436,7 +448,7 @@ def pool_alone(
     if tells:
         asked = ask_for_page(tensors, (window, start, closes, entries, columns), form)
     if closes:
-        choose_rows(registers, carried, place, (first, part, carries))
+        choose_rows(registers, carried, place, (first, part, carries), form)
     told = (window, start, closes, entries)
     # Trap: beside the sums of several parts their registers would be spilled.
     if cutlass.const_expr(form.parts > 1):

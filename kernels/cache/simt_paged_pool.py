@@ -93,29 +93,40 @@ def keep_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass.C
 
 
 class ListedRows(NamedTuple):
-    """Where a part's rows of a window lie."""
+    """Where a part's rows of a window lie: rows in turn are in one page."""
 
     begin: Any  # position of the first
-    found: list[Any]  # whether a row's page is there
+    found: list[Any]  # whether the page of rows in turn is there
     pages: list[Any]  # 0 where it is not
+    rows: list[Any]  # which row of its page the first one is
+
+
+def in_turn(form: PagedForm) -> int:
+    """Return how many rows of a closing window lie one after the other in a page."""
+    return facts.rows_in_turn(form.pool.ratio, form.rows)
 
 
 def listed_rows(
     tensors: PagedTensors, numbers: tuple[Any, ...], extents: tuple[Any, ...], form: PagedForm
 ) -> ListedRows:
-    """Look up the pages of a part's rows; `numbers`: first position, part, sequence."""
+    """Look up the pages of a part's rows; `numbers`: first position, part, sequence.
+
+    Where the window does not close, the first position is any, and what is listed is not used.
+    """
     first, part, sequence = numbers
     pages, columns, _ = extents
-    begin, found, listed = first + part * ROWS_AT_ONCE, [], []
-    for row in range(ROWS_AT_ONCE):
-        column = ops.maximum(begin + row, Int32(0)) // form.rows
+    begin, found, listed, rows = first + part * ROWS_AT_ONCE, [], [], []
+    for row in range(0, ROWS_AT_ONCE, in_turn(form)):
+        position = Uint32(ops.maximum(begin + row, Int32(0)))  # unsigned: divided by a shift
+        column = Int32(position // form.rows)
         inside = column < columns
         at = Int64(sequence) * columns + Int64(ops.select(inside, column, Int32(0)))
         page = Int32(tensors.table[at])
         there = inside & (page >= 0) & (page < pages)
         found.append(there)
         listed.append(ops.select(there, page, Int32(0)))
-    return ListedRows(begin, found, listed)
+        rows.append(Int32(position % form.rows))
+    return ListedRows(begin, found, listed, rows)
 
 
 def read_rows(
@@ -131,27 +142,30 @@ def read_rows(
     of_row, of_gate, of_entry = (
         n // CHANNELS_OF_THREAD for n in (2 * form.pool.columns, form.pool.columns, form.pool.width)
     )
-    for row in range(ROWS_AT_ONCE):
-        position = ops.maximum(listed.begin + row, Int32(0))
-        within = row // form.pool.ratio * of_entry
-        at = Int64(listed.pages[row]) * of_page
-        at += Int64(position % form.rows * of_row + chunk + within)
-        cute.autovec_copy(tensors.states[None, at], rLatent[None, row])
-        cute.autovec_copy(tensors.states[None, at + of_gate], rGate[None, row])
+    together = in_turn(form)
+    for turn, (page, begin) in enumerate(zip(listed.pages, listed.rows, strict=True)):
+        first = Int64(page) * of_page + Int64(begin * of_row + chunk)
+        for step in range(together):
+            row = turn * together + step
+            at = first + (step * of_row + row // form.pool.ratio * of_entry)
+            cute.autovec_copy(tensors.states[None, at], rLatent[None, row])
+            cute.autovec_copy(tensors.states[None, at + of_gate], rGate[None, row])
 
 
-def choose_rows(registers: tuple[Any, Any], listed: ListedRows) -> None:
+def choose_rows(registers: tuple[Any, Any], listed: ListedRows, form: PagedForm) -> None:
     """Give rows before the sequence's start no weight, and make those of a missing page NaN."""
     rLatent, rGate = registers
-    for row in range(ROWS_AT_ONCE):
-        is_there = listed.begin + row >= 0
-        known = is_there & listed.found[row]
+    together = in_turn(form)
+    for turn, found in enumerate(listed.found):
+        is_there = listed.begin + turn * together >= 0
+        known = is_there & found
         # A row that should exist but has no page is NaN; one before the start is no row.
         lost = ops.select(is_there, Float32.nan, Float32(0.0))
         before = ops.select(is_there, Float32(0.0), -Float32.inf)
-        for channel in range(CHANNELS_OF_THREAD):
-            rLatent[channel, row] = ops.select(known, Float32(rLatent[channel, row]), lost)
-            rGate[channel, row] = ops.select(known, Float32(rGate[channel, row]), before)
+        for row in range(turn * together, (turn + 1) * together):
+            for channel in range(CHANNELS_OF_THREAD):
+                rLatent[channel, row] = ops.select(known, Float32(rLatent[channel, row]), lost)
+                rGate[channel, row] = ops.select(known, Float32(rGate[channel, row]), before)
 
 
 def choose_kept(
@@ -159,15 +173,17 @@ def choose_kept(
 ) -> None:
     """Take the rows of the slot that this launch fills from what it stores there."""
     rLatent, rGate = registers
-    for row in range(ROWS_AT_ONCE):
-        position = ops.maximum(listed.begin + row, Int32(0))
-        place = Int64(listed.pages[row]) * form.rows + Int64(position % form.rows)
-        own = listed.found[row] & (place == slot)
-        latents, gates = kept[row // form.pool.ratio]
-        for channel in range(CHANNELS_OF_THREAD):
-            latent, gate = Float32(rLatent[channel, row]), Float32(rGate[channel, row])
-            rLatent[channel, row] = ops.select(own, Float32(latents[channel]), latent)
-            rGate[channel, row] = ops.select(own, Float32(gates[channel]), gate)
+    together = in_turn(form)
+    places = zip(listed.found, listed.pages, listed.rows, strict=True)
+    for turn, (found, page, begin) in enumerate(places):
+        behind = slot - (Int64(page) * form.rows + Int64(begin))
+        for step in range(together):
+            row, own = turn * together + step, found & (behind == step)
+            latents, gates = kept[row // form.pool.ratio]
+            for channel in range(CHANNELS_OF_THREAD):
+                latent, gate = Float32(rLatent[channel, row]), Float32(rGate[channel, row])
+                rLatent[channel, row] = ops.select(own, Float32(latents[channel]), latent)
+                rGate[channel, row] = ops.select(own, Float32(gates[channel]), gate)
 
 
 @cute.jit
@@ -199,7 +215,7 @@ def pool_token(
             of_pages = (pages, columns, of_page)
             listed = listed_rows(tensors, (first, part, sequence), of_pages, form)
             read_rows(tensors, registers, listed, (chunk, of_page), form)
-            choose_rows(registers, listed)
+            choose_rows(registers, listed, form)
             pool_window(tensors, registers, shared, (token, part, chunk, within), form.pool)
 
 
@@ -251,7 +267,7 @@ def pool_single(
             rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
     if closes:
         choose_kept(registers, listed, slot, kept, form)
-        choose_rows(registers, listed)
+        choose_rows(registers, listed, form)
         pool_window(tensors, registers, shared, (Int32(0), part, chunk, within), form.pool)
     if valid & (part == 0):
         place = Int64(Int32(slot) // form.rows) * of_page
@@ -269,9 +285,9 @@ def pool_single(
 @cute.kernel
 def single_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Process the only token of a launch, by thread blocks that share its channels."""
-    follow()
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
+    follow()
     numbers = (Int32(group), Int32(thread))
     pool_single(tensors, shared_of(form.pool), extents, numbers, form)
 

@@ -53,6 +53,21 @@ def test_a_ring_has_the_last_whole_window_and_the_rest() -> None:
     assert facts.as_references_have_it(torch.ones(128, 1), 130, 128).sum() == 2
 
 
+@pytest.mark.parametrize("ratio", facts.RATIOS)
+@pytest.mark.parametrize("held", [1, 2, 3, 4, 6, 8, 12, 64, 128])
+def test_rows_in_turn_lie_together_and_begin_together(ratio: int, held: int) -> None:
+    together, of_window = facts.rows_in_turn(ratio, held), facts.rows_of_ring(ratio)
+    assert facts.ROWS_AT_ONCE % together == 0
+    for last in range(ratio - 1, 40 * ratio, ratio):
+        for begin in range(last + 1 - of_window, last + 1, together):
+            rows = range(begin, begin + together)
+            assert len({row >= 0 for row in rows}) == 1
+            # Before the start the first rows of all are read, and dropped.
+            first = max(begin, 0)
+            assert [(first + n) // held for n in range(together)] == [first // held] * together
+    assert (facts.rows_in_turn(4, 8), facts.rows_in_turn(128, 128)) == (4, 8)
+
+
 class Truncated(int):
     """An integer whose remainder has the sign of the left operand, as in a kernel."""
 
