@@ -41,8 +41,7 @@ NARROW_WARPS = 8  # of a thread block where a warp has rows of its own
 USUAL_WARPS = 7  # of rows up to 7168 wide
 OF_WHOLE_WARP = LANES * SLOTS_OF_LANE * BLOCK  # columns of a warp of which each lane has its blocks
 BLOCKS_OF_WHOLE_WARP = OF_WHOLE_WARP // BLOCK
-ONE_ROW_THREADS = 896  # by which registers are bounded where a thread block has one whole row
-MOST_CODED_WARPS = 8  # of a whole row whose codes need at most 96 registers
+WHOLE_ROW_THREADS = 896  # by which registers are bounded where rows are whole lines: 72 a thread
 MOST_WARPS = 16
 SMALLEST_COLUMNS, LARGEST_COLUMNS = 64, MOST_WARPS * LANES * SLOTS_OF_LANE * BLOCK
 NORM_WEIGHTS = ("bf16", "fp32")
@@ -137,7 +136,7 @@ class NormForm:
     roomy: bool  # whether unpacked weights and values have registers
     target: str
     warps: int = 0  # of a row of whole lines, 0: of any row
-    ahead: bool = True  # whether a row of whole lines is read while the one before is worked on
+    ahead: bool = True  # whether a row of whole lines arrives while the one before is worked on
     decoded: bool = False
 
     @property
@@ -247,10 +246,7 @@ def norm_grid(problem: NormProblem, tactic: NormTactic, processors: int) -> int:
 def norm_threads_declared(form: NormForm) -> int:
     """Return the threads by which ptxas bounds registers: 896 leave 72 a thread, 512 leave 128."""
     if form.warps:
-        if not form.ahead:
-            return ONE_ROW_THREADS
-        light = form.weight == "bf16" and not form.keeps_values
-        return 640 if light and form.warps <= MOST_CODED_WARPS else 512
+        return WHOLE_ROW_THREADS
     few = 512 if form.roomy else 640
     return max(form.most_warps * LANES, few if form.weight == "bf16" else 0)
 

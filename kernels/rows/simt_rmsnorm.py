@@ -304,11 +304,16 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
         )
     )  # fmt: skip
     codes = whole.address_of(tensors.codes, chunk * (whole.CHUNK_BYTES // 4))
-    rAhead = whole.row_registers()
+    rRow, sRow, sWeight = whole.row_registers(), Int32(0), None
     if cutlass.const_expr(form.ahead):
-        whole.read_row(rAhead, values + Int64(ops.minimum(first, rows - 1)) * of_row, form.warps)
+        sRow = whole.row_apart(allocator, thread, form.warps)
+        first_row = values + Int64(ops.minimum(first, rows - 1)) * of_row
+        whole.ask_for_row(sRow, first_row, form.warps)
     rWeight = whole.row_registers(2 * whole.WORDS if form.weight == "fp32" else whole.WORDS)
     whole.read_weights(rWeight, weight, form.warps)
+    if cutlass.const_expr(form.ahead):
+        sWeight = whole.weights_apart(allocator, form.warps)
+        whole.keep_weights(sWeight, rWeight, (thread, form.warps))
     scaling: Any = None
     scales: list[Any] = []
     if cutlass.const_expr(form.layout is not None):
@@ -328,23 +333,29 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
 
     turn = Uint32(0)
     for row in cutlass.range(first, padded_rows, step, unroll=1):
-        if cutlass.const_expr(not form.ahead):
-            own_row = values + Int64(ops.minimum(row, rows - 1)) * of_row
-            whole.read_row(rAhead, own_row, form.warps)
-        words = whole.chunks_of(rAhead)
+        words: Any = None
         if cutlass.const_expr(form.ahead):
+            words = whole.asked_row(sRow, form.warps)
             # The next row's latency overlaps the work below; the last row is read again.
             next_row = values + Int64(ops.minimum(row + step, rows - 1)) * of_row
-            whole.read_row(rAhead, next_row, form.warps)
+            whole.ask_for_row(sRow, next_row, form.warps)
+        else:
+            own_row = values + Int64(ops.minimum(row, rows - 1)) * of_row
+            whole.read_row(rRow, own_row, form.warps)
+            words = whole.chunks_of(rRow)
         total = whole.warp_sum([facts.half_sum(numbers_of(of_half)) for of_half in words])
         total = whole.row_total(sSums, total, (lane, warp, turn), form.warps)
         turn = 1 - turn
         factor = facts.factor_of(total, whole.columns_of(form.warps), epsilon, square_root)
         made = []
-        for of_half, of_weight in zip(words, whole.chunks_of(rWeight), strict=True):
+        for number, of_half in enumerate(words):
             kept = again(of_half) if form.unpacks_twice else of_half
-            fp32 = form.weight == "fp32"
-            weights = whole.weight_numbers(of_weight if fp32 else again(of_weight))
+            if cutlass.const_expr(form.ahead):
+                weights = whole.kept_weights(sWeight, number, (thread, form.warps))
+            else:
+                of_weight = whole.chunks_of(rWeight)[number]
+                fp32 = form.weight == "fp32"
+                weights = whole.weight_numbers(of_weight if fp32 else again(of_weight))
             made.append(normed_words(kept, weights, factor))
         exists = row < rows
         out = normed + Int64(row) * of_row

@@ -3,12 +3,15 @@
 A warp has the columns of 32 of the norm's lanes (rows/problem.py), a thread four chunks of eight
 values: half of a block of each of four lanes. So every load and store of a warp is 512 bytes side
 by side, and sums keep the order of the norm. Addresses are the row's, and constants.
+
+What a thread needs later it may keep in shared memory: its float32 weights, and its chunks of the
+next row. No other thread reads them, so no barrier is needed, and they take no registers.
 """
 
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import numbers_of
@@ -84,6 +87,71 @@ def read_weights(registers: Any, address: Any, warps: int) -> None:
             words = read_words(address, times * place + part * CHUNK_BYTES)
             for word, read in enumerate(words):
                 registers[part * WORDS + word, chunk] = read
+
+
+def place_of(part: Any, thread: Any, warps: int) -> Any:
+    """Return which 16 bytes of shared memory a thread has for a part: a warp's are side by side."""
+    return part * (warps * LANES) + thread
+
+
+def weights_apart(allocator: Any, warps: int) -> Any:
+    """Allocate a row's weights, two vectors of four float32 a chunk."""
+    vectors = 2 * CHUNKS * warps * LANES
+    layout = cute.make_layout((WORDS, vectors), stride=(1, WORDS))
+    return allocator.allocate_tensor(Float32, layout, CHUNK_BYTES)
+
+
+def keep_weights(shared: Any, registers: Any, place: tuple[Any, int]) -> None:
+    """Write a thread's weights as float32; `place` is thread and warps of the thread block."""
+    thread, warps = place
+    for chunk, words in enumerate(chunks_of(registers)):
+        numbers = weight_numbers(words)
+        for half in (0, 1):
+            made = cute.make_rmem_tensor(WORDS, Float32)
+            for word in range(WORDS):
+                made[word] = numbers[half * WORDS + word]
+            cute.autovec_copy(made, shared[None, place_of(2 * chunk + half, thread, warps)])
+
+
+def kept_weights(shared: Any, chunk: int, place: tuple[Any, int]) -> list[Any]:
+    """Return the weights of a chunk that keep_weights wrote."""
+    thread, warps = place
+    numbers: list[Any] = []
+    for half in (0, 1):
+        read = cute.make_rmem_tensor(WORDS, Float32)
+        cute.autovec_copy(shared[None, place_of(2 * chunk + half, thread, warps)], read)
+        numbers += [Float32(read[word]) for word in range(WORDS)]
+    return numbers
+
+
+def row_apart(allocator: Any, thread: Any, warps: int) -> Any:
+    """Allocate a row of BF16 values; return the shared address of a thread's first chunk."""
+    layout = cute.make_layout(row_bytes(warps) // 4)
+    row = allocator.allocate_tensor(Uint32, layout, CHUNK_BYTES)
+    return Int32(row.iterator.toint()) + place_of(0, thread, warps) * CHUNK_BYTES
+
+
+def ask_for_row(shared: Any, address: Any, warps: int) -> None:
+    """Ask for a thread's chunks of a row; what lay there has been read."""
+    for chunk, place in enumerate(places_of(warps)):
+        at = place_of(chunk, 0, warps) * CHUNK_BYTES
+        text = f"cp.async.cg.shared.global [{{$r0}}+{at}], [{{$r1}}+{place}], {CHUNK_BYTES};"
+        cute.arch.inline_ptx(text, read_only_args=[shared, address])
+    cute.arch.cp_async_commit_group()
+
+
+def asked_row(shared: Any, warps: int) -> list[list[Any]]:
+    """Wait for the row that was asked for, and return the words of a thread's chunks."""
+    cute.arch.cp_async_wait_group(0)
+    made = []
+    for chunk in range(CHUNKS):
+        at = place_of(chunk, 0, warps) * CHUNK_BYTES
+        text = f"ld.shared.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{at}];"
+        words = cute.arch.inline_ptx(
+            text, write_only_types=[Uint32] * WORDS, read_only_args=[shared]
+        )
+        made.append(list(words))
+    return made
 
 
 def chunks_of(registers: Any) -> list[list[Any]]:

@@ -144,9 +144,12 @@ def _norm_code(norm: NormProblem, target: str) -> MachineCode:
     # Rounding to a code takes one addition a value.
     of_codes = 32 if norm.layout and not TARGETS[target].converts_e2m1 else 0
     usual = {NormProblem(1, 7168), NormProblem(1, 7168, layout="128x4")}
+    # Four chunks of the first row, and of each next one.
+    asked = 8 if form.warps and form.ahead else 0
     return MachineCode(
-        "simt_rmsnorm", form, registers, 1024, fused=SQUARES + of_codes, slow=norm not in usual
-    )
+        "simt_rmsnorm", form, registers, 1024, fused=SQUARES + of_codes,
+        counts={"cp.async.cg.shared.global": asked}, slow=norm not in usual,
+    )  # fmt: skip
 
 
 def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:

@@ -213,7 +213,9 @@ def test_bytes_and_extents() -> None:
     assert held == [2, 10, 4, 2, 1]
     assert rows.choose_norm_tactic(NormProblem(1, 7152, weight="fp32")).walkers == 2
     assert rows.choose_norm_tactic(NormProblem(1, 7168)).walkers == 0
-    assert rows.choose_norm_tactic(NormProblem(1, 7168, layout="128x4")).walkers == 2
+    assert rows.choose_norm_tactic(NormProblem(1, 7168, layout="128x4")).walkers == 4
+    fp32 = NormProblem(1, 16_384, weight="fp32", layout="8x4", keeps_values=True)
+    assert rows.choose_norm_tactic(fp32).walkers == 1
 
 
 def test_extents_are_no_part_of_a_form() -> None:

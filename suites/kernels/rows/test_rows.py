@@ -71,6 +71,19 @@ def test_whole_rows_are_read_once_and_by_the_lanes_of_the_norm(warps: int) -> No
         assert [chunk // 2 for chunk in own] == of_slot + [each + lanes for each in of_slot]
 
 
+@pytest.mark.parametrize("warps", range(2, MOST_WARPS + 1))
+def test_what_a_thread_keeps_in_shared_memory_no_other_thread_has(warps: int) -> None:
+    whole_rows, lanes = import_module(WHOLE_ROWS), warps * LANES
+    parts = 2 * whole_rows.CHUNKS  # of float32 weights; a row's chunks are the first half of them
+    own = [
+        [whole_rows.place_of(part, lane, warps) for lane in range(lanes)] for part in range(parts)
+    ]
+    assert sorted(place for of_part in own for place in of_part) == list(range(parts * lanes))
+    # A quarter of a warp reads 128 bytes side by side: all banks, each once.
+    assert all(of_part == list(range(of_part[0], of_part[0] + lanes)) for of_part in own)
+    assert max(own[whole_rows.CHUNKS - 1]) * whole_rows.CHUNK_BYTES < whole_rows.row_bytes(warps)
+
+
 def test_absent_warps_change_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     whole_rows = import_module(WHOLE_ROWS)
     monkeypatch.setattr(ops, "add_rn", lambda left, right: f"({left} {right})")
