@@ -6,6 +6,7 @@ by name. Only for use inside a kernel that is being traced.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
@@ -49,6 +50,8 @@ INSTRUCTIONS = WordOperations(
     low_halves=lambda a, b: emit("prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410;", Uint32, a, b),
     high_halves=lambda a, b: emit("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", Uint32, a, b),
 )
+
+BOUNDED = replace(INSTRUCTIONS, limited=lambda x: x)  # of numbers below 7 in magnitude
 
 
 def native_word(numbers: list[Any]) -> Any:
@@ -223,7 +226,7 @@ PACKED = halves.HalfOperations(
     ),
     constant=Uint32,
 )
-_smaller_magnitude = _pairwise("min.xorsign.abs.bf16x2")
+smaller_magnitude = _pairwise("min.xorsign.abs.bf16x2")
 _larger_magnitude = _pairwise("max.NaN.xorsign.abs.bf16x2")
 
 
@@ -397,7 +400,7 @@ def nvfp4_word(words: list[Any], scale_code: Any, target: str) -> Any:
     scale = e4m3_number(scale_code)
     estimate = emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, scale)
     most = pair_of(ops.multiply_rn(scale, codecs.E2M1_MAX))
-    bounded = [_smaller_magnitude(word, most) for word in words]
+    bounded = [smaller_magnitude(word, most) for word in words]
     if TARGETS[target].converts_e2m1:
         inverse = rules.nvfp4_inverse(scale, estimate)
         scaled = [rules.nvfp4_quotient(number, inverse) for number in numbers_of(bounded)]

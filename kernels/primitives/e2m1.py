@@ -239,6 +239,16 @@ def e2m1_word_by_products(
     return even | (odd & moves.constant(_ODD))
 
 
+def largest_coded(factor: Any) -> Any:
+    """Return the number of which a block's factor makes 6; the caller rounds it to BF16.
+
+    Then 2**-8 of it are lost at most, and what a factor makes 5 to 7 has the code of 6. So larger
+    BF16 values may be replaced by it, two at a time, in place of each product being limited; a NaN
+    too.
+    """
+    return ops.divide_rn(E2M1_MAX, factor)
+
+
 def _upper_bytes(words: Sequence[Any], moves: HalfOperations) -> Any:
     """Return the upper bytes of four words."""
     low, high = (moves.bytes_of(words[at], words[at + 1], 0x3373) for at in (0, 2))

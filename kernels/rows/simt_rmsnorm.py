@@ -30,7 +30,7 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import round_up
 from degarble.kernels.primitives.device_words import (
     BLOCK_WORDS,
-    INSTRUCTIONS,
+    BOUNDED,
     PACKED,
     block_amax,
     code_words,
@@ -41,12 +41,13 @@ from degarble.kernels.primitives.device_words import (
     rounded_words,
     scale_code_of,
     scaling_of,
+    smaller_magnitude,
     square_root,
     store,
     warp_folded,
     words_of,
 )
-from degarble.kernels.primitives.e2m1 import e2m1_word_by_products
+from degarble.kernels.primitives.e2m1 import e2m1_word_by_products, largest_coded
 from degarble.kernels.primitives.quantise_problem import BLOCK, LAYOUTS, SCALE_CODES
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows import whole_rows as whole
@@ -262,17 +263,33 @@ def pair_code(words: list[list[Any]], odd: Any, share: Any) -> Any:
     return scale_code_of(block_amax([own, other]), share)
 
 
-def pair_words(words: list[list[Any]], factor: Any, odd: Any, form: NormForm) -> list[Any]:
-    """Return the codes of a thread's halves of two blocks; `factor` is that of its own block."""
-    other = Float32(cute.arch.shuffle_sync_bfly(factor, offset=1))
-    factors = ops.select(odd, other, factor), ops.select(odd, factor, other)
+def bounded_factor(factor: Any) -> tuple[Any, Any]:
+    """Return a block's factor, and a word that has the bound of its values twice."""
+    bound = largest_coded(factor)
+    return factor, ops.number_of(rounded_words([bound, bound])[0])
+
+
+def pair_words(
+    words: list[list[Any]], table: Any, told: tuple[Any, Any], form: NormForm
+) -> list[Any]:
+    """Return the codes of a thread's halves of two blocks.
+
+    `told` is the scale code of its own block, and whether that is the second of both.
+    """
+    code, odd = told
+    other = Uint32(cute.arch.shuffle_sync_bfly(code, offset=1))
+    codes = ops.select(odd, other, code), ops.select(odd, code, other)
     made = []
-    for of_half, of_block in zip(words, factors, strict=True):
-        scaled = [ops.multiply_rn(number, of_block) for number in numbers_of(of_half)]
+    for of_half, block_code in zip(words, codes, strict=True):
+        of_block = cute.make_rmem_tensor(2, Float32)
+        cute.autovec_copy(table[None, block_code & 0x7F], of_block)
+        factor, bound = Float32(of_block[0]), ops.bits_of(Float32(of_block[1]))
         if form.converts:
-            made.append(native_word(scaled))
+            made.append(native_word([ops.multiply_rn(n, factor) for n in numbers_of(of_half)]))
         else:
-            made.append(e2m1_word_by_products(scaled, INSTRUCTIONS, PACKED))
+            bounded = [smaller_magnitude(word, bound) for word in of_half]
+            scaled = [ops.multiply_rn(number, factor) for number in numbers_of(bounded)]
+            made.append(e2m1_word_by_products(scaled, BOUNDED, PACKED))
     return made
 
 
@@ -294,7 +311,8 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
     allocator = cutlass.memory.SmemAllocator()
     # Of two turns, so that one barrier a turn is enough.
     sSums = allocator.allocate_tensor(Float32, cute.make_layout((MOST_WARPS, 2)), 16)
-    sFactors = allocator.allocate_tensor(Float32, cute.make_layout(SCALE_CODES), 16)
+    # A block's factor and bound, by the code of its scale.
+    sFactors = allocator.allocate_tensor(Float32, cute.make_layout((2, SCALE_CODES)), 16)
     chunk = whole.first_chunk(thread)
     values, normed, weight = (
         whole.address_of(tensor, chunk * whole.CHUNK_BYTES * times)
@@ -319,7 +337,8 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
     if cutlass.const_expr(form.layout is not None):
         scaling = scaling_of(tensors.decode_scale[0], sFactors)
         for code in cutlass.range(thread, SCALE_CODES, form.warps * LANES, unroll=1):
-            sFactors[code] = codecs.nvfp4_block_encode_scale(Uint32(code), scaling.encode)
+            factor = codecs.nvfp4_block_encode_scale(Uint32(code), scaling.encode)
+            sFactors[0, code], sFactors[1, code] = bounded_factor(factor)
         # The offset of a scale is that of its row and that of its column.
         block = Uint32(warp * LANES + lane % 2 * (LANES // 2) + lane // 2)
         columns = [block + slot * form.warps * LANES for slot in range(SLOTS_OF_LANE)]
@@ -367,7 +386,7 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
             of_slots = [pair_code(pair, odd, scaling.share) for pair in pairs]
             coded: list[Any] = []
             for pair, code in zip(pairs, of_slots, strict=True):
-                coded += pair_words(pair, sFactors[code & 0x7F], odd, form)
+                coded += pair_words(pair, sFactors, (code, odd), form)
             if exists:
                 of_codes = codes + Int64(row) * (of_row // 4)
                 for number, place in enumerate(places):

@@ -89,6 +89,22 @@ def test_python_numbers_give_the_same_word() -> None:
     assert e2m1_word_by_products(numbers) == e2m1_word(numbers)
 
 
+@pytest.mark.parametrize("decode_scale", [5 / 2688, 1.0, 3e-5, 777.0, 1e-30])
+def test_bounded_values_need_no_limit(decode_scale: float) -> None:
+    x_N = codecs.bf16_decode(torch.arange(1 << 16)).float()
+    x_N = torch.where(x_N.isnan(), torch.tensor(torch.nan).abs(), x_N)  # as conversions make them
+    encode = ops.divide_rn(torch.tensor(1.0), torch.tensor(decode_scale))
+    unlimited = replace(WORD_OPERATORS, limited=lambda number: number)
+    for code in range(0x7F):
+        factor = codecs.nvfp4_block_encode_scale(torch.tensor(code), encode)
+        bound = e2m1.largest_coded(factor).bfloat16().float()
+        bounded = torch.where(x_N.abs() <= bound, x_N, bound.copysign(x_N))
+        made = e2m1_word_by_products(
+            list((bounded * factor).reshape(-1, NUMBERS).unbind(-1)), unlimited
+        )
+        assert torch.equal(made & 0xFFFF_FFFF, wanted(x_N * factor)), code
+
+
 @pytest.mark.parametrize("moves", [(1 << 28) + (1 << 6), (1 << 28) + (1 << 5) + 1])
 def test_another_product_is_detected(moves: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e2m1, "_TOP_MOVES", moves)
