@@ -41,6 +41,8 @@ NARROW_WARPS = 8  # of a thread block where a warp has rows of its own
 USUAL_WARPS = 7  # of rows up to 7168 wide
 OF_WHOLE_WARP = LANES * SLOTS_OF_LANE * BLOCK  # columns of a warp of which each lane has its blocks
 BLOCKS_OF_WHOLE_WARP = OF_WHOLE_WARP // BLOCK
+MOST_CODED_WARPS = 14  # of a whole row whose codes need no more than those 72 registers
+MOST_KEPT_WARPS = 8  # where the values are written as well
 WHOLE_ROW_THREADS = 896  # by which registers are bounded where rows are whole lines: 72 a thread
 MOST_WARPS = 16
 SMALLEST_COLUMNS, LARGEST_COLUMNS = 64, MOST_WARPS * LANES * SLOTS_OF_LANE * BLOCK
@@ -246,7 +248,9 @@ def norm_grid(problem: NormProblem, tactic: NormTactic, processors: int) -> int:
 def norm_threads_declared(form: NormForm) -> int:
     """Return the threads by which ptxas bounds registers: 896 leave 72 a thread, 512 leave 128."""
     if form.warps:
-        return WHOLE_ROW_THREADS
+        most = MOST_KEPT_WARPS if form.keeps_values else MOST_CODED_WARPS
+        spills = form.ahead and form.warps > most
+        return MOST_WARPS * LANES if spills else WHOLE_ROW_THREADS
     few = 512 if form.roomy else 640
     return max(form.most_warps * LANES, few if form.weight == "bf16" else 0)
 
