@@ -36,6 +36,9 @@ STREAMS = 4  # DeepSeek-V4 config.json, hc_mult
 COEFFICIENTS = (2 + STREAMS) * STREAMS
 CHUNK_VALUES = 8  # values of a thread's 16-byte loads
 MIX_THREADS = 128
+# Tokens of which each has four lanes. Every lane of a token does all steps of Sinkhorn, so beyond a
+# warp for each quarter of an H200 more lanes take longer.
+MOST_WITH_FOUR = 4224
 SMALLEST_WIDTH, LARGEST_WIDTH = CHUNK_VALUES, 1 << 16
 MOST_ITERATIONS = 1000
 SPREADS_OUT = "post"
@@ -101,6 +104,7 @@ class MhcMixForm:
 
     part: str
     target: str
+    lanes: int = STREAMS  # of a token, which share its rows and gates
 
     @property
     def makes_coefficients(self) -> bool:
@@ -119,9 +123,15 @@ def groups_of_chunks(problem: MhcMixProblem) -> int:
     return groups
 
 
+def choose_mix_form(problem: MhcMixProblem, target: str) -> MhcMixForm:
+    """Return the form for a problem: by the part, and by some or many tokens."""
+    many = problem.tokens > MOST_WITH_FOUR and MhcMixForm(problem.part, "").makes_coefficients
+    return MhcMixForm(problem.part, target, 2 if many else STREAMS)
+
+
 def leading_blocks(problem: MhcMixProblem) -> int:
-    """Return the number of thread blocks of coefficients, four lanes a token; first in a launch."""
-    blocks: int = ceil_div(problem.tokens * STREAMS, MIX_THREADS)
+    """Return the number of thread blocks of coefficients; they are the first of a launch."""
+    blocks: int = ceil_div(problem.tokens * choose_mix_form(problem, "").lanes, MIX_THREADS)
     return blocks if MhcMixForm(problem.part, "").makes_coefficients else 0
 
 
@@ -210,18 +220,35 @@ def columns_at_first(columns: Sequence[Sequence[Any]], epsilon: Any) -> list[Any
     return made
 
 
+def times(numbers: Sequence[Any], factor: Any) -> list[Any]:
+    """Return each number times a factor."""
+    return [ops.multiply_rn(number, factor) for number in numbers]
+
+
 def rows_divided(
-    powers: Sequence[Sequence[Any]], numbers: tuple[Any, ...], primitives: MhcMixPrimitives
-) -> tuple[list[Any], list[Any]]:
-    """Return the rows' divisors and factors; told: columns' factors, last divisors, epsilon."""
+    powers: Sequence[Sequence[Any]], numbers: tuple[Any, ...]
+) -> tuple[list[Any], list[Any], Any]:
+    """Return the rows' divisors, the product of the others for each, and the product of all.
+
+    Told: columns' factors, last divisors, epsilon. Each product is one over the row's divisor, but
+    for the product of all, which scales what follows and cancels: a reciprocal takes longer.
+    """
     found = divisors(powers, *numbers)
-    return found, reciprocals(found, primitives)
+    first, second = (ops.multiply_rn(*found[at : at + 2]) for at in (0, 2))
+    shares = [
+        *times((found[1], found[0]), second),
+        *times((found[3], found[2]), first),
+    ]
+    return found, shares, ops.multiply_rn(first, second)
 
 
 def columns_divided(
     columns: Sequence[Sequence[Any]], numbers: tuple[Any, ...], primitives: MhcMixPrimitives
 ) -> tuple[list[Any], list[Any]]:
-    """Return the columns' divisors and factors; told: rows' factors, last divisors, epsilon."""
+    """Return the columns' divisors and one over each, both scaled as the rows' factors are.
+
+    Told: rows' factors, epsilon of the last divisors, their scale now.
+    """
     found = divisors(columns, *numbers)
     return found, reciprocals(found, primitives)
 
@@ -234,23 +261,55 @@ def scaled_row(row: Sequence[Any], share: Any, factors: Sequence[Any]) -> list[A
     ]
 
 
+@dataclass(frozen=True)
+class SinkhornState:
+    """What an iteration leaves: divisors and factors of lines, the columns' scale, its inverse."""
+
+    of_rows: Sequence[Any]
+    shares: Sequence[Any]
+    of_columns: Sequence[Any]
+    factors: Sequence[Any]
+    scale: Any
+    inverse: Any
+
+
+def sinkhorn_begun(
+    columns: Sequence[Sequence[Any]], epsilon: Any, primitives: MhcMixPrimitives
+) -> SinkhornState:
+    """Return what the first iteration leaves: the softmax divided by rows, columns follow."""
+    found = columns_at_first(columns, epsilon)
+    ones = [1.0] * STREAMS
+    return SinkhornState(ones, ones, found, reciprocals(found, primitives), 1.0, 1.0)
+
+
+def sinkhorn_step(
+    lines: tuple[Sequence[Sequence[Any]], Sequence[Sequence[Any]]],
+    state: SinkhornState,
+    epsilon: Any,
+    primitives: MhcMixPrimitives,
+) -> SinkhornState:
+    """Divide by rows, then by columns; `lines` are the powers' rows and columns."""
+    powers, columns = lines
+    # Epsilon of the columns' divisors, without their scale.
+    kept = times(state.of_columns, ops.multiply_rn(epsilon, state.inverse))
+    numbers = (times(state.factors, state.scale), state.of_rows, epsilon)
+    of_rows, shares, scale = rows_divided(powers, numbers)
+    divided = columns_divided(columns, (shares, kept, scale), primitives)
+    return SinkhornState(of_rows, shares, *divided, scale, primitives.reciprocal(scale))
+
+
 def sinkhorn(
     logits: Sequence[Any], iterations: int, epsilon: Any, primitives: MhcMixPrimitives
 ) -> list[list[Any]]:
     """Return the rows of the mix; the iterations update factors, not the mix itself."""
-    # The softmax is the first division by rows; the first by columns follows.
     starts = range(0, STREAMS * STREAMS, STREAMS)
     powers = [softmax_row(logits[at : at + STREAMS], epsilon, primitives) for at in starts]
     columns = list(zip(*powers, strict=True))
-    of_rows = shares = [1.0] * STREAMS
-    of_columns = columns_at_first(columns, epsilon)
-    factors = reciprocals(of_columns, primitives)
+    state = sinkhorn_begun(columns, epsilon, primitives)
     for _ in range(1, iterations):
-        numbers = (factors, of_rows, epsilon)
-        of_rows, shares = rows_divided(powers, numbers, primitives)
-        numbers = (shares, of_columns, epsilon)
-        of_columns, factors = columns_divided(columns, numbers, primitives)
-    return [scaled_row(row, share, factors) for row, share in zip(powers, shares, strict=True)]
+        state = sinkhorn_step((powers, columns), state, epsilon, primitives)
+    rows_and_shares = zip(powers, state.shares, strict=True)
+    return [scaled_row(row, share, state.factors) for row, share in rows_and_shares]
 
 
 def weighted(weights: Sequence[Any], numbers: Sequence[Any]) -> Any:

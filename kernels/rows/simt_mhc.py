@@ -2,8 +2,8 @@
 
 One source for sm_90a and sm_100a, a part of mhc_problem each:
 
-* coefficients: pre, post [T, S] and mix [T, S, S] from products and squares. Four lanes a token, a
-  row of the mix each; every lane has all powers of its token, so no step of Sinkhorn waits.
+* coefficients: pre, post [T, S] and mix [T, S, S] from products and squares. Four lanes a token, or
+  two of many tokens, share its rows; every lane has all its powers, so no step of Sinkhorn waits.
 * collapse, head: out[t] = sum_s pre[t, s] * streams[t, s]; a thread has a chunk of every stream.
 * all: both in one launch. The first `leading` thread blocks compute coefficients, the others
   collapse and compute the gates that they need themselves, so no block waits for another. The bits
@@ -104,12 +104,15 @@ def own_logit(tensors: Any, place: tuple[Any, int, Any], factor: Any) -> Any:
     return facts.logit(product, factor, tensors.scale[group], base)
 
 
-def of_token(row: list[Any], lane: Any) -> list[list[Any]]:
-    """Return the rows of all four lanes of a token."""
-    first = lane & ~(STREAMS - 1)
+def of_token(rows: list[list[Any]], lane: Any, lanes: int) -> list[list[Any]]:
+    """Return all rows of a token; the first of a lane is its own number, the next `lanes` more."""
+    first = lane & ~(lanes - 1)
     return [
-        [Float32(cute.arch.shuffle_sync(number, offset=first + other)) for number in row]
-        for other in range(STREAMS)
+        [
+            Float32(cute.arch.shuffle_sync(number, offset=first + row % lanes))
+            for number in rows[row // lanes]
+        ]
+        for row in range(STREAMS)
     ]
 
 
@@ -132,28 +135,33 @@ def four(registers: Any) -> list[Any]:
     return [Float32(registers[place]) for place in range(STREAMS)]
 
 
+def held(registers: tuple[Any, ...]) -> facts.SinkhornState:
+    """Return the state of Sinkhorn that registers hold."""
+    *lines, scale = registers
+    of_rows, shares, of_columns, factors = map(four, lines)
+    told = (Float32(scale[0]), Float32(scale[1]))
+    return facts.SinkhornState(of_rows, shares, of_columns, factors, *told)
+
+
+def hold(registers: tuple[Any, ...], state: facts.SinkhornState) -> None:
+    """Put a state of Sinkhorn into registers."""
+    *lines, scale = registers
+    for line, numbers in zip(
+        lines, (state.of_rows, state.shares, state.of_columns, state.factors), strict=True
+    ):
+        put(line, list(numbers))
+    scale[0], scale[1] = state.scale, state.inverse
+
+
 @cute.jit
 def line_factors(powers: list[list[Any]], iterations: Any, epsilon: Any) -> tuple[Any, Any]:
     """Return the factors of rows and of columns that Sinkhorn's iterations leave, in registers."""
     columns = [list(column) for column in zip(*powers, strict=True)]
-    rShares, rOfRows, rOfColumns, rFactors = (
-        cute.make_rmem_tensor(STREAMS, Float32) for _ in range(4)
-    )
-    rShares.fill(1.0)
-    rOfRows.fill(1.0)
-    of_columns = facts.columns_at_first(columns, epsilon)
-    put(rOfColumns, of_columns)
-    put(rFactors, facts.reciprocals(of_columns, PROCESSOR))
+    state = tuple(cute.make_rmem_tensor(count, Float32) for count in (*[STREAMS] * 4, 2))
+    hold(state, facts.sinkhorn_begun(columns, epsilon, PROCESSOR))
     for _ in cutlass.range(1, iterations, unroll=1):
-        told_rows = (four(rFactors), four(rOfRows), epsilon)
-        of_rows, shares = facts.rows_divided(powers, told_rows, PROCESSOR)
-        put(rOfRows, of_rows)
-        put(rShares, shares)
-        told_columns = (shares, four(rOfColumns), epsilon)
-        divided = facts.columns_divided(columns, told_columns, PROCESSOR)
-        put(rOfColumns, divided[0])
-        put(rFactors, divided[1])
-    return rShares, rFactors
+        hold(state, facts.sinkhorn_step((powers, columns), held(state), epsilon, PROCESSOR))
+    return state[1], state[3]
 
 
 def store_four(tensor: Any, index: Any, numbers: list[Any]) -> None:
@@ -170,28 +178,38 @@ def put_coefficients(
     numbers: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Compute a stream's post and its row of mix, and pre in the part `coefficients`.
+    """Compute post and rows of mix of a lane's streams, and pre in the part `coefficients`.
 
-    `place` is a token, the number of tokens, the stream, and the token whose products are read.
-    Each lane has all powers of its token and divides all lines: no step waits for another lane.
+    `place` is a token, the number of tokens, the first stream, and the token whose products are
+    read. Each lane has all powers of its token and divides all lines: no step waits for another
+    lane.
     """
-    wanted_token, tokens, stream, token = place
+    wanted_token, tokens, first, token = place
     iterations, _, _, epsilon = numbers
     factor = factor_at(tensors, token, numbers)
-    logits = logits_at(tensors, (token, 2 + stream), (factor, tensors.scale[2]), facts.COEFFICIENTS)
-    post = facts.gate(own_logit(tensors, (token, 1, stream), factor), PROCESSOR)
-    pre = Float32(0.0)
-    if cutlass.const_expr(form.part == "coefficients"):
-        pre = facts.gate(own_logit(tensors, (token, 0, stream), factor), PROCESSOR)
-    own = facts.softmax_row(logits, epsilon, PROCESSOR)
-    powers = of_token(own, cute.arch.lane_idx())
+    streams = [first + more for more in range(0, STREAMS, form.lanes)]
+    scale = (factor, tensors.scale[2])
+    logits = [
+        logits_at(tensors, (token, 2 + stream), scale, facts.COEFFICIENTS) for stream in streams
+    ]
+    gates = [
+        [
+            facts.gate(own_logit(tensors, (token, group, stream), factor), PROCESSOR)
+            for stream in streams
+        ]
+        for group in ((1, 0) if form.part == "coefficients" else (1,))
+    ]
+    own = [facts.softmax_row(of_stream, epsilon, PROCESSOR) for of_stream in logits]
+    powers = of_token(own, cute.arch.lane_idx(), form.lanes)
     rShares, rFactors = line_factors(powers, iterations, epsilon)
     if wanted_token < tokens:
-        made = facts.scaled_row(own, own_of(four(rShares), stream), four(rFactors))
-        tensors.post[stream, wanted_token] = ops.multiply_rn(post, 2.0)
-        store_four(tensors.mix, wanted_token * STREAMS + stream, made)
-        if cutlass.const_expr(form.part == "coefficients"):
-            tensors.pre[stream, wanted_token] = ops.add_rn(pre, epsilon)
+        for number in cutlass.range_constexpr(STREAMS // form.lanes):
+            stream = streams[number]
+            made = facts.scaled_row(own[number], own_of(four(rShares), stream), four(rFactors))
+            tensors.post[stream, wanted_token] = ops.multiply_rn(gates[0][number], 2.0)
+            store_four(tensors.mix, wanted_token * STREAMS + stream, made)
+            if cutlass.const_expr(form.part == "coefficients"):
+                tensors.pre[stream, wanted_token] = ops.add_rn(gates[1][number], epsilon)
 
 
 def read_streams(tensors: Any, first: Any, chunks: Any) -> list[list[Any]]:
@@ -245,9 +263,9 @@ def mhc_kernel(
     if cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
         if block < leading:
             lane = block * facts.MIX_THREADS + thread
-            token = lane // STREAMS
+            token = lane // form.lanes
             # Lanes without a token take part in shuffles.
-            place = (token, tokens, lane % STREAMS, ops.minimum(token, tokens - 1))
+            place = (token, tokens, lane % form.lanes, ops.minimum(token, tokens - 1))
             put_coefficients(tensors, place, numbers, form)
     if cutlass.const_expr(form.touches_streams):
         turn = Uint32(block - leading)
@@ -357,7 +375,7 @@ def _operand(name: str) -> Operand[MhcMixProblem]:
 KERNEL = Kernel[MhcMixProblem, MhcMixForm](
     entry=launch_mhc,
     operands=tuple(_operand(name) for name in MixTensors._fields),
-    choose_form=lambda problem, target: MhcMixForm(problem.part, target),
+    choose_form=facts.choose_mix_form,
     kinds=((Int32,) * 6, (Float32,) * 3),
     numbers=_numbers,
     work=lambda problem: problem.tokens,

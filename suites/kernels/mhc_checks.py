@@ -251,6 +251,9 @@ def cases() -> list[Case]:
         made += [Case(MhcMixProblem(33, width, part), seed=width) for width in (8, 4096, 7168)]
         made += [Case(MhcMixProblem(130, 64, part), sharpness=size) for size in (0.01, 5.0)]
         made.append(Case(MhcMixProblem(130, 64, part, iterations=1), sharpness=3.0))
+    many = facts.MOST_WITH_FOUR + 77  # two lanes each
+    for part in ("all", "coefficients"):
+        made += [Case(MhcMixProblem(many, 8, part), sharpness=size) for size in (1.0, 5.0)]
     for part in ("collapse", "post"):
         made += [Case(MhcMixProblem(21, 512, part), spread) for spread in plain.SPREADS[1:]]
     return made

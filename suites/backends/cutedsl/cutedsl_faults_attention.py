@@ -133,7 +133,7 @@ def _as_it_is(_true: Any, numbers: Any, *_rest: Any) -> Any:
 
 def _rows_left(_true: Any, _lines: Any, told: Any, *_rest: Any, **_more: Any) -> Any:
     _, before, _ = told
-    return before, [_float32(1.0)] * len(before)
+    return before, [_float32(1.0)] * len(before), _float32(1.0)
 
 
 def _but_the_largest(true: Any, base: Any, operands: Any, part: int, form: Any) -> None:

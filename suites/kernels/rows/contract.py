@@ -61,6 +61,8 @@ FUSED_OF_MIX = {
     "head": 3 * 8 + 16,
     "post": 128,
 }
+# Where two lanes share a token each has two rows, and two gates of a kind.
+FUSED_OF_TWO = {"all": 3 * 8 + 16 + 40 + SINKHORN, "coefficients": 48 + SINKHORN}
 SQUARES = 4 * 7  # 7 of each of 4 halves sum squares
 ROUTERS = {
     "V4-Pro": RouterProblem(1, **router_checks.V4_PRO),
@@ -90,6 +92,9 @@ def _code(target: str) -> Iterator[MachineCode]:
             fused=FUSED_OF_MIX[part],
             slow=part not in {"all", "post"},
         )
+    for part, fused in FUSED_OF_TWO.items():
+        of_two = MhcMixForm(part, target, lanes=2)
+        yield MachineCode("simt_mhc", of_two, 64, 0, fused=fused, slow=part == "all")
     for kind, tokens in product(
         ("layer", "head"), (mhc_problem.LEAST_TOKENS, mhc_problem.FEW_TOKENS, 1 << 13)
     ):

@@ -298,12 +298,13 @@ def test_fused_is_unfused_bit_for_bit(tokens: int, sharpness: float) -> None:
 
 @pytest.mark.h200
 @pytest.mark.b200
-def test_other_tokens_change_no_token() -> None:
-    whole = mhc_checks.Case(MhcMixProblem(200, 512))
-    alone = mhc_checks.Case(MhcMixProblem(1, 512))
+@pytest.mark.parametrize(("tokens", "width"), [(200, 512), (4300, 64)])
+def test_other_tokens_change_no_token(tokens: int, width: int) -> None:
+    whole = mhc_checks.Case(MhcMixProblem(tokens, width))
+    alone = mhc_checks.Case(MhcMixProblem(1, width))
     out = mhc_checks.on_device(whole)
     alone.__dict__["weights"] = whole.weights
-    for token in (0, 77, 199):
+    for token in (0, 77, tokens - 1):
         here = slice(token, token + 1)
         alone.__dict__["streams"] = whole.streams[here]
         alone.__dict__["projected"] = tuple(each[here] for each in whole.projected)
