@@ -31,6 +31,7 @@ from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.primitives import kv_problem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.quantise_problem import SCALES, Fp8Problem
+from degarble.kernels.rows.mhc_problem import MOST_WITH_FOUR, MhcMixProblem
 from degarble.kernels.rows.problem import (
     EmbedProblem,
     NormProblem,
@@ -199,18 +200,27 @@ def _cache() -> None:
 
 
 def _paged_pool() -> None:
-    alone = compressor_checks.Case(4, 512, ((6,), (1,), (1,)), seed=SEED)
-    for case in (alone, *paged_pool_checks.fuzzed(SEED, 6)):
+    for case in (*_one_by_one(), *paged_pool_checks.fuzzed(SEED, 6)):
         paged_pool_checks.mismatch(case)
 
 
+def _one_by_one() -> list[compressor_checks.Case]:
+    """One sequence, of which single tokens close a window."""
+    begun = ((4, 6), (128, 126))
+    return [
+        compressor_checks.Case(ratio, 512, ((count,), (1,), (1,)), seed=SEED)
+        for ratio, count in begun
+    ]
+
+
 def _compressor() -> None:
-    for case in compressor_checks.fuzzed(SEED, 6):
+    for case in (*_one_by_one(), *compressor_checks.fuzzed(SEED, 6)):
         compressor_checks.mismatch(case)
 
 
 def _streams() -> None:
-    for case in mhc_checks.fuzzed(SEED, 14):
+    many = mhc_checks.Case(MhcMixProblem(MOST_WITH_FOUR + 9, 8, "coefficients"))
+    for case in (many, *mhc_checks.fuzzed(SEED, 14)):
         mhc_checks.on_device(case)
     for projected in mhc_project_checks.fuzzed(SEED, 6):
         mhc_project_checks.on_device(projected)
@@ -224,7 +234,8 @@ def _joined() -> None:
 
 def _rows() -> None:
     whole = [row_checks.NormCase(NormProblem(3, 4096, layout=name)) for name in (None, "128x4")]
-    for case in (*whole, *row_checks.fuzzed_norms(SEED, 8)):
+    walked = row_checks.NormCase(NormProblem(900, 7168, layout="128x4"))  # rows one after another
+    for case in (*whole, walked, *row_checks.fuzzed_norms(SEED, 8)):
         row_checks.norm_on_device(case)
     for product in row_checks.fuzzed_gemvs(SEED, 6):
         row_checks.product_on_device(product)
