@@ -67,6 +67,7 @@ from degarble.kernels.runtime.operands import DTYPES
 from degarble.kernels.runtime.pdl import EARLY, fetch_line, fetch_weights, follow
 
 WORDS = CHUNK_VALUES // 2
+SCALES = 3  # of pre, post and mix
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class MhcNormTensors(NamedTuple):
 
 
 class CoefficientTensors(NamedTuple):
-    """What simt_mhc's coefficients read and write; products and squares lie in shared memory."""
+    """What simt_mhc's coefficients read, from shared memory, and write."""
 
     products: Any
     squares: Any
@@ -106,6 +107,7 @@ class NormShared(NamedTuple):
     lanes: Any  # float32 [32], sums of squares of this thread block's lanes
     totals: Any  # float32 [16], of the cluster's thread blocks; absent ones stay 0
     whole: Any  # float32 [32], products and squares
+    told: Any  # float32 [32], base and behind it scale, of the warp that mixes
 
 
 def shared_memory() -> NormShared:
@@ -114,8 +116,8 @@ def shared_memory() -> NormShared:
     groups = memory.allocate_tensor(Float32, cute.make_layout((LINE, MOST_GROUPS)), 128)
     lanes = memory.allocate_tensor(Float32, cute.make_layout(norms.LANES), 128)
     totals = memory.allocate_tensor(Float32, cute.make_layout(norms.MOST_WARPS), 128)
-    whole = memory.allocate_tensor(Float32, cute.make_layout(LINE), 128)
-    return NormShared(groups, lanes, totals, whole)
+    whole, told = (memory.allocate_tensor(Float32, cute.make_layout(LINE), 128) for _ in range(2))
+    return NormShared(groups, lanes, totals, whole, told)
 
 
 @cute.jit
@@ -159,6 +161,15 @@ def gates_of(whole: Any, told: tuple[Any, Any], numbers: tuple[Any, ...]) -> lis
 
 
 @cute.jit
+def keep_told(tensors: MhcNormTensors, shared: NormShared, lane: Any) -> None:
+    """Read base and scale by a lane each, so that they are there when the columns are."""
+    if lane < SQUARES:
+        shared.told[lane] = tensors.base[lane % STREAMS, lane // STREAMS]
+    elif lane < SQUARES + SCALES:
+        shared.told[lane] = tensors.scale[lane - SQUARES]
+
+
+@cute.jit
 def mixed(
     tensors: MhcNormTensors,
     shared: NormShared,
@@ -170,12 +181,15 @@ def mixed(
     token, lane = place
     shared.whole[lane] = column_sum(shared, lane)
     cute.arch.sync_warp()
-    start = shared.whole.iterator
     of_four = cute.make_layout((STREAMS, LINE // STREAMS), stride=(1, STREAMS))
-    products = cute.make_tensor(start, of_four)
-    squares = cute.make_tensor(start + SQUARES, cute.make_layout(1))
+    of_columns, of_told = shared.whole.iterator, shared.told.iterator
     told = CoefficientTensors(
-        products, squares, tensors.base, tensors.scale, tensors.post, tensors.mix
+        products=cute.make_tensor(of_columns, of_four),
+        squares=cute.make_tensor(of_columns + SQUARES, cute.make_layout(1)),
+        base=cute.make_tensor(of_told, of_four),
+        scale=cute.make_tensor(of_told + SQUARES, cute.make_layout(SCALES)),
+        post=tensors.post,
+        mix=tensors.mix,
     )
     # Further lanes take part in shuffles, and write nothing.
     wanted = token + ops.select(lane < STREAMS, Int32(0), Int32(1 << 30))
@@ -263,6 +277,8 @@ def norm_kernel(  # noqa: PLR0915  one token: what a thread holds would have to 
             store(tensors.out, own, words)
             store(tensors.normed, own, made)
     else:
+        if rank == 0:
+            keep_told(tensors, shared, lane)
         cute.arch.cluster_wait()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
