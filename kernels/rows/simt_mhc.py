@@ -153,14 +153,29 @@ def hold(registers: tuple[Any, ...], state: facts.SinkhornState) -> None:
     scale[0], scale[1] = state.scale, state.inverse
 
 
+def bits_changed(before: facts.SinkhornState, after: facts.SinkhornState) -> Any:
+    """Return the bits in which states differ; factors follow from divisors and scale."""
+    found = Uint32(0)
+    for state in ("of_rows", "of_columns"):
+        for old, new in zip(getattr(before, state), getattr(after, state), strict=True):
+            found = found | (Uint32(ops.bits_of(old)) ^ Uint32(ops.bits_of(new)))
+    return found
+
+
 @cute.jit
 def line_factors(powers: list[list[Any]], iterations: Any, epsilon: Any) -> tuple[Any, Any]:
     """Return the factors of rows and of columns that Sinkhorn's iterations leave, in registers."""
     columns = [list(column) for column in zip(*powers, strict=True)]
     state = tuple(cute.make_rmem_tensor(count, Float32) for count in (*[STREAMS] * 4, 2))
     hold(state, facts.sinkhorn_begun(columns, epsilon, PROCESSOR))
-    for _ in cutlass.range(1, iterations, unroll=1):
-        hold(state, facts.sinkhorn_step((powers, columns), held(state), epsilon, PROCESSOR))
+    # Where an iteration changes no bit, further ones do not. That is asked of the one before last,
+    # so that none waits for the answer.
+    number, changed, changing = Int32(1), Uint32(1), Uint32(1)
+    while (number < iterations) & (changed != 0):
+        before = held(state)
+        hold(state, facts.sinkhorn_step((powers, columns), before, epsilon, PROCESSOR))
+        changed, changing = changing, bits_changed(before, held(state))
+        number += 1
     return state[1], state[3]
 
 

@@ -50,7 +50,7 @@ from degarble.suites.kernels.rows import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-REGISTERS_OF_MIX = {"all": 56, "coefficients": 56, "collapse": 32, "head": 32, "post": 64}
+REGISTERS_OF_MIX = {"all": 64, "coefficients": 64, "collapse": 32, "head": 32, "post": 64}
 # Three to a weighted sum of four, three to an exponential, one to a logit; of Sinkhorn four to each
 # of four rows and columns.
 SINKHORN = 2 * 16

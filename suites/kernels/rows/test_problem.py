@@ -507,6 +507,27 @@ def test_a_processors_reciprocal_stays_within_the_budget() -> None:
     assert not mhc_checks.far_from_references(case, mhc_checks.by_stated_order(case, off))
 
 
+@pytest.mark.parametrize("size", [0.01, 0.5, 1.0])
+def test_divisors_that_stand_still_stay(size: float) -> None:
+    """So iterations may end where one leaves the divisors of rows and columns as they were."""
+    logits = list(size * mhc_checks.Case(MhcMixProblem(1, 8)).numbers(9, 16))
+    rows_of = range(0, 16, mhc.STREAMS)
+    powers = [
+        mhc.softmax_row(logits[at : at + mhc.STREAMS], 1e-6, mhc_checks.ON_CPU) for at in rows_of
+    ]
+    lines = powers, list(zip(*powers, strict=True))
+    state, still = mhc.sinkhorn_begun(lines[1], 1e-6, mhc_checks.ON_CPU), 0
+    for _ in range(60):
+        after = mhc.sinkhorn_step(lines, state, 1e-6, mhc_checks.ON_CPU)
+        kept = [*state.of_rows, *state.of_columns] == [*after.of_rows, *after.of_columns]
+        assert kept or not still
+        if kept:
+            assert [*after.shares, *after.factors] == [*state.shares, *state.factors]
+            assert (after.scale, after.inverse) == (state.scale, state.inverse)
+        still, state = still + kept, after
+    assert still > 20
+
+
 def test_scalars_and_tensors_agree() -> None:
     logits = mhc_checks.Case(MhcMixProblem(1, 8)).numbers(9, 16)
     on_tensors = mhc.sinkhorn(list(logits), 3, 1e-6, mhc_checks.ON_CPU)
