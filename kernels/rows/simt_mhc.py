@@ -25,6 +25,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import (
+    FLAT,
     exponential,
     inverse_root,
     numbers_of,
@@ -186,6 +187,30 @@ def store_four(tensor: Any, index: Any, numbers: list[Any]) -> None:
     cute.autovec_copy(registers, tensor[None, index])
 
 
+def adjacent(numbers: list[Any], lane: Any, form: MhcMixForm) -> list[Any]:
+    """Return the numbers that a lane of a token writes: of two lanes its half of the streams.
+
+    Of two lanes each computes every second one, and an instruction that writes part of 32 bytes has
+    the rest fetched from memory.
+    """
+    if form.lanes == STREAMS:
+        return numbers
+    low, high = numbers
+    odd = lane == 1
+    other = Float32(cute.arch.shuffle_sync_bfly(ops.select(odd, low, high), offset=1))
+    return [ops.select(odd, other, low), ops.select(odd, high, other)]
+
+
+def store_gates(tensor: Any, place: tuple[Any, Any], numbers: list[Any], form: MhcMixForm) -> None:
+    """Write a lane's adjacent gates of a token; `place` is the token and the lane."""
+    token, lane = place
+    layout = cute.make_layout((len(numbers), FLAT), stride=(1, len(numbers)))
+    view = cute.make_tensor(tensor.iterator, layout)
+    registers = cute.make_rmem_tensor(len(numbers), Float32)
+    put(registers, numbers)
+    cute.autovec_copy(registers, view[None, token * form.lanes + lane])
+
+
 @cute.jit
 def put_coefficients(
     tensors: Any,
@@ -216,15 +241,17 @@ def put_coefficients(
     ]
     own = [facts.softmax_row(of_stream, epsilon, PROCESSOR) for of_stream in logits]
     powers = of_token(own, cute.arch.lane_idx(), form.lanes)
+    posts = adjacent([ops.multiply_rn(gate, 2.0) for gate in gates[0]], first, form)
+    pres = adjacent([ops.add_rn(gate, epsilon) for gate in gates[-1]], first, form)
     rShares, rFactors = line_factors(powers, iterations, epsilon)
     if wanted_token < tokens:
         for number in cutlass.range_constexpr(STREAMS // form.lanes):
             stream = streams[number]
             made = facts.scaled_row(own[number], own_of(four(rShares), stream), four(rFactors))
-            tensors.post[stream, wanted_token] = ops.multiply_rn(gates[0][number], 2.0)
             store_four(tensors.mix, wanted_token * STREAMS + stream, made)
-            if cutlass.const_expr(form.part == "coefficients"):
-                tensors.pre[stream, wanted_token] = ops.add_rn(gates[1][number], epsilon)
+        store_gates(tensors.post, (wanted_token, first), posts, form)
+        if cutlass.const_expr(form.part == "coefficients"):
+            store_gates(tensors.pre, (wanted_token, first), pres, form)
 
 
 def read_streams(tensors: Any, first: Any, chunks: Any) -> list[list[Any]]:
