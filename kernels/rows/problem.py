@@ -41,9 +41,11 @@ NARROW_WARPS = 8  # of a thread block where a warp has rows of its own
 USUAL_WARPS = 7  # of rows up to 7168 wide
 OF_WHOLE_WARP = LANES * SLOTS_OF_LANE * BLOCK  # columns of a warp of which each lane has its blocks
 BLOCKS_OF_WHOLE_WARP = OF_WHOLE_WARP // BLOCK
-MOST_CODED_WARPS = 14  # of a whole row whose codes need no more than those 72 registers
-MOST_KEPT_WARPS = 8  # where the values are written as well
 WHOLE_ROW_THREADS = 896  # by which registers are bounded where rows are whole lines: 72 a thread
+CODED_ROW_THREADS = 1024  # where their codes alone are written: 64 a thread
+LIGHT_WARPS = 8  # of a whole row up to which its codes need no more than those 64
+MOST_CODED_WARPS = 14  # up to which they need no more than 72
+MOST_KEPT_WARPS = 8  # up to which codes and values need no more than 72
 MOST_WARPS = 16
 SMALLEST_COLUMNS, LARGEST_COLUMNS = 64, MOST_WARPS * LANES * SLOTS_OF_LANE * BLOCK
 NORM_WEIGHTS = ("bf16", "fp32")
@@ -248,9 +250,12 @@ def norm_grid(problem: NormProblem, tactic: NormTactic, processors: int) -> int:
 def norm_threads_declared(form: NormForm) -> int:
     """Return the threads by which ptxas bounds registers: 896 leave 72 a thread, 512 leave 128."""
     if form.warps:
+        if not form.ahead:
+            return WHOLE_ROW_THREADS
+        if form.warps <= LIGHT_WARPS and not form.keeps_values:
+            return CODED_ROW_THREADS
         most = MOST_KEPT_WARPS if form.keeps_values else MOST_CODED_WARPS
-        spills = form.ahead and form.warps > most
-        return MOST_WARPS * LANES if spills else WHOLE_ROW_THREADS
+        return WHOLE_ROW_THREADS if form.warps <= most else MOST_WARPS * LANES
     few = 512 if form.roomy else 640
     return max(form.most_warps * LANES, few if form.weight == "bf16" else 0)
 
@@ -273,8 +278,15 @@ def half_sum(numbers: Sequence[Any]) -> Any:
 
 def factor_of(total: Any, columns: Any, epsilon: Any, square_root: Callable[[Any], Any]) -> Any:
     """Return a row's norm factor; each step is rounded once, to nearest even."""
-    mean = ops.divide_rn(total, columns)
+    mean = mean_of(total, columns)
     return ops.divide_rn(1.0, square_root(ops.add_rn(mean, epsilon)))
+
+
+def mean_of(total: Any, columns: Any) -> Any:
+    """Return the total over the columns, rounded once; an int that is a power of two multiplies."""
+    if isinstance(columns, int) and columns.bit_count() == 1:
+        return ops.multiply_rn(total, 1.0 / columns)
+    return ops.divide_rn(total, float(columns) if isinstance(columns, int) else columns)
 
 
 def normed(number: Any, weight: Any, factor: Any) -> Any:

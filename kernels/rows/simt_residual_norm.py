@@ -240,7 +240,7 @@ def whole_kernel(
         total = whole.warp_sum([norms.half_sum(each) for each in numbers])
         total = whole.row_total(sSums, total, (lane, warp, turn), form.warps)
         turn = 1 - turn
-        factor = norms.factor_of(total, whole.columns_of(form.warps), epsilon, square_root)
+        factor = norms.factor_of(total, form.warps * norms.OF_WHOLE_WARP, epsilon, square_root)
         for number, words in enumerate(whole.chunks_of(rWeight)):
             weights = whole.weight_numbers(words if fp32 else again(words))
             kept = numbers_of(again(held[number])) if form.rounded else held[number]

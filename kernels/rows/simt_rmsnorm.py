@@ -333,21 +333,17 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
         sWeight = whole.weights_apart(allocator, form.warps)
         whole.keep_weights(sWeight, rWeight, (thread, form.warps))
     scaling: Any = None
-    scales: list[Any] = []
+    scales: Any = None
     if cutlass.const_expr(form.layout is not None):
         scaling = scaling_of(tensors.decode_scale[0], sFactors)
         for code in cutlass.range(thread, SCALE_CODES, form.warps * LANES, unroll=1):
             factor = codecs.nvfp4_block_encode_scale(Uint32(code), scaling.encode)
             sFactors[0, code], sFactors[1, code] = bounded_factor(factor)
-        # The offset of a scale is that of its row and that of its column.
+        # The offset of a scale is that of its row and that of its column, in whole tiles.
         block = Uint32(warp * LANES + lane % 2 * (LANES // 2) + lane // 2)
-        columns = [block + slot * form.warps * LANES for slot in range(SLOTS_OF_LANE)]
-        scales = [
-            whole.address_of(
-                tensors.scales, layout.offset_of(Uint32(0), column, Uint32(rows), blocks)
-            )
-            for column in columns
-        ]
+        scales = whole.address_of(
+            tensors.scales, layout.offset_of(Uint32(0), block, Uint32(rows), blocks)
+        )
         cute.arch.sync_threads()
 
     turn = Uint32(0)
@@ -365,7 +361,7 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
         total = whole.warp_sum([facts.half_sum(numbers_of(of_half)) for of_half in words])
         total = whole.row_total(sSums, total, (lane, warp, turn), form.warps)
         turn = 1 - turn
-        factor = facts.factor_of(total, whole.columns_of(form.warps), epsilon, square_root)
+        factor = facts.factor_of(total, form.warps * facts.OF_WHOLE_WARP, epsilon, square_root)
         made = []
         for number, of_half in enumerate(words):
             kept = again(of_half) if form.unpacks_twice else of_half
@@ -394,9 +390,13 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
                     if cutlass.const_expr(form.keeps_values):
                         whole.write_words(out, place, made[number])
             behind = Int64(layout.offset_of(Uint32(row), Uint32(0), Uint32(rows), blocks))
-            for code, address in zip(of_slots, scales, strict=True):
+            apart = layout.offset_of(
+                0, form.warps * LANES, 1, form.warps * facts.BLOCKS_OF_WHOLE_WARP
+            )
+            for slot, code in enumerate(of_slots):
                 # Padding of the scales is written as zeros.
-                whole.write_byte(address + behind, ops.select(exists, code, Uint32(0)))
+                made_code = ops.select(exists, code, Uint32(0))
+                whole.write_byte(scales + behind, slot * apart, made_code)
 
 
 @cute.jit

@@ -15,7 +15,6 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import numbers_of
-from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import LANES, SLOTS_OF_LANE
 
 CHUNKS = 2 * SLOTS_OF_LANE  # of a thread
@@ -62,9 +61,10 @@ def write_words(address: Any, offset: int, words: list[Any]) -> None:
     cute.arch.inline_ptx(text, read_only_args=[address, *words])
 
 
-def write_byte(address: Any, word: Any) -> None:
-    """Write the low byte of a word."""
-    cute.arch.inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, word])
+def write_byte(address: Any, offset: int, word: Any) -> None:
+    """Write the low byte of a word `offset` bytes behind an address."""
+    text = f"st.global.b8 [{{$r0}}+{offset}], {{$r1}};"
+    cute.arch.inline_ptx(text, read_only_args=[address, word])
 
 
 def row_registers(words: int = WORDS) -> Any:
@@ -199,8 +199,3 @@ def row_total(
         sSums[warp, turn] = number
     cute.arch.sync_threads()
     return folded([Float32(sSums[each, turn]) for each in range(warps)])
-
-
-def columns_of(warps: int) -> Any:
-    """Return the number of columns, as float32."""
-    return Float32(float(warps * facts.OF_WHOLE_WARP))
