@@ -41,9 +41,8 @@ RATIOS = (4, 128)  # DeepSeek-V4 config.json, compress_ratios; 4 overlaps with t
 ROWS_AT_ONCE = 8  # rows of a part: a thread has all of them in flight
 CHANNELS_OF_THREAD = 2  # of a thread, so that 24 loads are in flight without many registers
 NARROW_CHANNELS = 32  # channels of a thread block where rows are parted
-FEW_SEQUENCES = 8  # or tokens: up to here more processors share a window's channels
+FEW_SEQUENCES = 8  # of one token each: up to here more processors share a window's channels
 FEW_CHANNELS = {True: 64, False: 8}  # of a thread block then: a warp or two; by one part or more
-FEWEST_SEQUENCES = 2  # up to here a warp has all rows of its channels, though it reads half sectors
 NO_PLACE = -1  # a window that does not close, a page or a ring that there is not
 
 
@@ -111,7 +110,6 @@ class PoolForm:
     alone: bool
     target: str
     few: bool = False
-    fewest: bool = False  # several parts, all in a warp, which meet by shuffles
 
     @property
     def ring_rows(self) -> int:
@@ -131,8 +129,6 @@ class PoolForm:
     @property
     def channels(self) -> int:
         """Return the channels of a thread block."""
-        if self.fewest:
-            return rows.LANES // self.parts * CHANNELS_OF_THREAD
         if self.few:
             return FEW_CHANNELS[self.parts == 1]
         return self.width if self.parts == 1 else NARROW_CHANNELS
@@ -160,15 +156,8 @@ def rows_of_ring(ratio: int) -> int:
 
 def choose_pool_form(problem: PoolProblem, target: str) -> PoolForm:
     """Return the form for a problem: by tokens a sequence, and by few or many sequences."""
-    few = few_of(problem.sequences, problem.ratio) if problem.alone else {}
-    return PoolForm(problem.ratio, problem.width, problem.alone, target, **few)
-
-
-def few_of(windows: int, ratio: int) -> dict[str, bool]:
-    """Return fields of the form by how many windows there may be."""
-    parted = rows_of_ring(ratio) > ROWS_AT_ONCE
-    fewest = parted and windows <= FEWEST_SEQUENCES
-    return {"few": windows <= FEW_SEQUENCES, "fewest": fewest}
+    few = problem.alone and problem.sequences <= FEW_SEQUENCES
+    return PoolForm(problem.ratio, problem.width, problem.alone, target, few)
 
 
 def windows_of(starts: Sequence[int], counts: Sequence[int], ratio: int) -> tuple[Tensor, Tensor]:
@@ -258,6 +247,7 @@ def pooled(totals: Sequence[Any], weighted: Sequence[Any]) -> Any:
 # no bit. The arithmetic and the shape letters are those above; N pages.
 
 VECTOR_BYTES = 16  # bytes of a load; pages and their rows start at multiples of it
+FEW_PAGED_TOKENS = 8  # up to here more processors share a window's channels
 TOKENS_WITH_OWN_BLOCKS = (
     256  # tokens up to which each has thread blocks of its own; most of more close nothing
 )
@@ -352,9 +342,9 @@ class PagedForm:
 
 def choose_paged_form(problem: PagedPoolProblem, target: str) -> PagedForm:
     """Return the form for a problem: few, some, and many tokens differ."""
+    few = problem.tokens <= FEW_PAGED_TOKENS
     span = 1 if problem.tokens <= TOKENS_WITH_OWN_BLOCKS else TOKENS_OF_BLOCKS[problem.ratio]
-    few = few_of(problem.tokens, problem.ratio)
-    pool = PoolForm(problem.ratio, problem.width, alone=False, target=target, **few)
+    pool = PoolForm(problem.ratio, problem.width, alone=False, target=target, few=few)
     return PagedForm(pool, problem.pages.rows, span)
 
 

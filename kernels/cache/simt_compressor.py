@@ -16,7 +16,6 @@ E = 128 and "bf16" entries. What changes between replays of a graph lies in tens
 as in the problem; N pages of a table.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -284,9 +283,7 @@ def pool_window(
         for of in registers
     )
     peaks = [facts.peak_of(of_channel) for of_channel in gates]
-    if cutlass.const_expr(form.fewest):
-        peaks = [over_parts(peak, ops.maximum, form) for peak in peaks]
-    elif cutlass.const_expr(form.parts > 1):
+    if cutlass.const_expr(form.parts > 1):
         put_own(shared[0], within, part, peaks)
         cute.arch.sync_threads()
         peaks = [
@@ -295,12 +292,7 @@ def pool_window(
     sums = [
         facts.part_sums(g, a, peak, power) for g, a, peak in zip(gates, latents, peaks, strict=True)
     ]
-    if cutlass.const_expr(form.fewest):
-        sums = [
-            (over_parts(total, ops.add_rn, form), over_parts(made, ops.add_rn, form))
-            for total, made in sums
-        ]
-    elif cutlass.const_expr(form.parts > 1):
+    if cutlass.const_expr(form.parts > 1):
         put_own(shared[1], within, part, [total for total, _ in sums])
         put_own(shared[2], within, part, [made for _, made in sums])
         cute.arch.sync_threads()
@@ -314,22 +306,12 @@ def means_of(
 ) -> list[Any]:
     """Return the means of a thread's channels, from its own sums or those of all parts."""
     totals, weighted = [[total] for total, _ in sums], [[made] for _, made in sums]
-    if form.parts > 1 and not form.fewest:
+    if form.parts > 1:
         totals, weighted = (of_parts(tensor, within, form) for tensor in shared)
         totals, weighted = (
             [list(each) for each in zip(*of, strict=True)] for of in (totals, weighted)
         )
     return [facts.pooled(t, w) for t, w in zip(totals, weighted, strict=True)]
-
-
-def over_parts(number: Any, join: Callable[[Any, Any], Any], form: PoolForm) -> Any:
-    """Join the numbers of all parts, which are in one warp, in the order of `folded`."""
-    distance = form.parts // 2
-    while distance:
-        offset = distance * (form.channels // CHANNELS_OF_THREAD)
-        number = join(number, cute.arch.shuffle_sync_bfly(number, offset=offset))
-        distance //= 2
-    return number
 
 
 def put_own(shared: Any, within: Any, part: Any, numbers: list[Any]) -> None:
@@ -385,7 +367,7 @@ def put_slot(
 
 def shared_of(form: PoolForm) -> tuple[Any, Any, Any]:
     """Allocate peaks and both sums of all parts, where there are several."""
-    if form.parts == 1 or form.fewest:
+    if form.parts == 1:
         return None, None, None
     memory = cutlass.memory.SmemAllocator()
     layout = cute.make_layout((form.channels, form.parts))

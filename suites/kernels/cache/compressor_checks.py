@@ -331,9 +331,6 @@ def cases() -> list[Case]:
             made += [Case(ratio, width, ((300, 7), (5, 130)), s, seed=3) for s in SPREADS]
             lone = ((2 * ratio - 3, 1),) + ((1, 1),) * 9
             made.append(Case(ratio, width, lone, seed=4))
-            for begun in ((2 * ratio - 3,), (2 * ratio - 3, 1, 3 * ratio - 5)):
-                one_by_one = ((1,) * len(begun),) * 9
-                made += [Case(ratio, width, (begun, *one_by_one), s, seed=5) for s in SPREADS]
     return made
 
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 POOLS = ((5, ((4, 512),)), (3000, ((128, 512),)))  # tokens; ratio and width
 OTHER_POOLS = (
-    (1, ((128, 512), (128, 128))), (5, ((4, 128), (128, 512))),
-    (200, ((4, 512), (4, 128), (128, 512))), (3000, ((4, 512), (4, 128))),
+    (5, ((4, 128), (128, 512))), (200, ((4, 512), (4, 128), (128, 512))),
+    (3000, ((4, 512), (4, 128))),
 )  # fmt: skip
 
 
@@ -58,16 +58,13 @@ def _code(target: str) -> Iterator[MachineCode]:
             yield MachineCode("simt_kv_write", writing, launched=2, slow=True)
     yield from _written(target)
     for ratio, width in product((4, 128), (512, 128)):
-        parted = ratio == 128
-        of_few = [(True, True, fewest) for fewest in ((True, False) if parted else (False,))]
-        for alone, few, fewest in (*of_few, (True, False, False), (False, False, False)):
-            pool = PoolForm(ratio, width, alone, target, few, fewest)
-            usual = width == 512 and (few if ratio == 4 else fewest or not alone)
+        for alone, few in ((True, True), (True, False), (False, False)):
+            pool = PoolForm(ratio, width, alone, target, few)
+            usual = width == 512 and (few if ratio == 4 else not alone)
             launched = 1 if alone else 2
             yield MachineCode(
-                "simt_compressor", pool, 168, launched=launched, reads_early=True, slow=not usual,
-                has={"bar.sync": parted and not fewest},
-            )  # fmt: skip
+                "simt_compressor", pool, 168, launched=launched, reads_early=True, slow=not usual
+            )
     for tokens, served in (*POOLS, *OTHER_POOLS):
         for ratio, width in served:
             columns = width * (2 if ratio == 4 else 1)

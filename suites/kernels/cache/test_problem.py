@@ -93,8 +93,8 @@ def test_a_row_of_a_ring_has_its_newest_position_or_none(rows: int) -> None:
 def test_forms_have_a_thread_for_every_channel_and_row() -> None:
     for ratio in facts.RATIOS:
         for width in (512, 128):
-            for few, fewest in ((False, False), (True, False), (True, ratio == 128)):
-                form = PoolForm(ratio, width, few, "sm_90a", few=few, fewest=fewest)
+            for few in (False, True):
+                form = PoolForm(ratio, width, alone=few, target="sm_90a", few=few)
                 assert (
                     form.parts * facts.ROWS_AT_ONCE == form.ring_rows == facts.rows_of_ring(ratio)
                 )
@@ -106,13 +106,6 @@ def test_forms_have_a_thread_for_every_channel_and_row() -> None:
     many = facts.FEW_SEQUENCES + 1
     alone = [PoolProblem(n, n, n, 1, 128) for n in (many - 1, many)]
     assert [facts.choose_pool_form(problem, "sm_90a").few for problem in alone] == [True, False]
-    of_count = [facts.choose_pool_form(PoolProblem(n, n, n, 1, 128), "sm_90a") for n in (1, 2, 3)]
-    assert [(form.fewest, form.threads) for form in of_count] == [
-        (True, 32),
-        (True, 32),
-        (False, 64),
-    ]
-    assert not facts.choose_pool_form(PoolProblem(1, 1, 1, 1, 4), "sm_90a").fewest
     assert PoolProblem(8192, 1, 2048, 1, 4).bytes_moved == 8 * 1024 * 8200 + 2048 * 1040
 
 
@@ -152,21 +145,11 @@ def test_forms_know_no_extents_but_how_many() -> None:
     def form(tokens: int) -> facts.PagedForm:
         return facts.choose_paged_form(PagedPoolProblem(tokens, 2, 128, pages), "sm_90a")
 
-    assert (
-        form(1)
-        == form(2)
-        != form(3)
-        == form(8)
-        != form(9)
-        == form(256)
-        != form(257)
-        == form(60_000)
-    )
+    assert form(1) == form(8) != form(9) == form(256) != form(257) == form(60_000)
     assert (form(8).span, form(256).span, form(257).span) == (1, 1, 16)
     assert form(8).pool.few
     assert not form(9).pool.few
-    assert form(1).keeping_threads == 128
-    assert [form(n).pool.threads for n in (1, 3, 9)] == [32, 64, 256]
+    assert (form(1).keeping_threads, form(1).pool.threads, form(9).pool.threads) == (128, 64, 256)
 
 
 @pytest.mark.parametrize(
