@@ -210,7 +210,7 @@ class MhcNormForm:
     @property
     def mixing(self) -> MhcMixForm:
         """Return the form of the coefficients."""
-        return MhcMixForm("all", self.target)
+        return MhcMixForm("all", self.target, ends_early=True)
 
 
 def choose_mhc_norm_form(problem: MhcNormProblem, target: str) -> MhcNormForm:

@@ -105,6 +105,7 @@ class MhcMixForm:
     part: str
     target: str
     lanes: int = STREAMS  # of a token, which share its rows and gates
+    ends_early: bool = False  # whether Sinkhorn ends where it stands still: pays for few tokens
 
     @property
     def makes_coefficients(self) -> bool:

@@ -164,19 +164,25 @@ def bits_changed(before: facts.SinkhornState, after: facts.SinkhornState) -> Any
 
 
 @cute.jit
-def line_factors(powers: list[list[Any]], iterations: Any, epsilon: Any) -> tuple[Any, Any]:
+def line_factors(
+    powers: list[list[Any]], iterations: Any, epsilon: Any, form: cutlass.Constexpr
+) -> tuple[Any, Any]:
     """Return the factors of rows and of columns that Sinkhorn's iterations leave, in registers."""
     columns = [list(column) for column in zip(*powers, strict=True)]
     state = tuple(cute.make_rmem_tensor(count, Float32) for count in (*[STREAMS] * 4, 2))
     hold(state, facts.sinkhorn_begun(columns, epsilon, PROCESSOR))
-    # Where an iteration changes no bit, further ones do not. That is asked of the one before last,
-    # so that none waits for the answer.
-    number, changed, changing = Int32(1), Uint32(1), Uint32(1)
-    while (number < iterations) & (changed != 0):
-        before = held(state)
-        hold(state, facts.sinkhorn_step((powers, columns), before, epsilon, PROCESSOR))
-        changed, changing = changing, bits_changed(before, held(state))
-        number += 1
+    if cutlass.const_expr(form.ends_early):
+        # Where an iteration changes no bit, further ones do not. That is asked of the one before
+        # last, so that none waits for the answer.
+        number, changed, changing = Int32(1), Uint32(1), Uint32(1)
+        while (number < iterations) & (changed != 0):
+            before = held(state)
+            hold(state, facts.sinkhorn_step((powers, columns), before, epsilon, PROCESSOR))
+            changed, changing = changing, bits_changed(before, held(state))
+            number += 1
+    else:
+        for _ in cutlass.range(1, iterations, unroll=1):
+            hold(state, facts.sinkhorn_step((powers, columns), held(state), epsilon, PROCESSOR))
     return state[1], state[3]
 
 
@@ -243,7 +249,7 @@ def put_coefficients(
     powers = of_token(own, cute.arch.lane_idx(), form.lanes)
     posts = adjacent([ops.multiply_rn(gate, 2.0) for gate in gates[0]], first, form)
     pres = adjacent([ops.add_rn(gate, epsilon) for gate in gates[-1]], first, form)
-    rShares, rFactors = line_factors(powers, iterations, epsilon)
+    rShares, rFactors = line_factors(powers, iterations, epsilon, form)
     if wanted_token < tokens:
         for number in cutlass.range_constexpr(STREAMS // form.lanes):
             stream = streams[number]
