@@ -11,7 +11,6 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.gemm.w4a16_instructions import await_phase
 from degarble.kernels.primitives.device_words import warp_folded
 from degarble.kernels.rows import problem as norms
 from degarble.kernels.rows.mhc_few_problem import NORM_WARPS
@@ -27,20 +26,14 @@ def block_of(thread: Any, rank: Any, lanes: Any) -> Any:
     return rank * norms.LANES + thread // 4 + thread // 2 % 2 * lanes
 
 
-def give(address: Any, number: Any, barrier: Any, rank: Any) -> None:
-    """Write a float32 to the shared memory of a thread block, whose barrier counts the bytes.
-
-    A barrier of the cluster would first wait until all memory of the GPU has seen every write.
-    """
+def give(address: Any, number: Any, rank: Any) -> None:
+    """Write a float32 to the shared memory of a thread block of the cluster."""
     text = (
-        "{ .reg .b32 there, counts; mapa.shared::cluster.u32 there, {$r0}, {$r3}; "
-        "mapa.shared::cluster.u32 counts, {$r2}, {$r3}; "
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], {$r1}, [counts]; }"
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r2}; "
+        "st.shared::cluster.f32 [there], {$r1}; }"
     )
     cute.arch.inline_ptx(
-        text,
-        write_only_types=[],
-        read_only_args=[Int32(address), number, Int32(barrier), Uint32(rank)],
+        text, write_only_types=[], read_only_args=[Int32(address), number, Uint32(rank)]
     )
 
 
@@ -53,15 +46,15 @@ def address_of(tensor: Any, place: Any) -> Any:
 def total_of(
     number: Any,
     place: tuple[Any, Any],
-    shared: tuple[Any, Any, Any],
+    shared: tuple[Any, Any],
     cluster: cutlass.Constexpr,
 ) -> Any:
     """Sum up squares of half blocks over the row; every thread of the cluster's norm calls it.
 
-    `place` is thread and rank; `shared` has float32 [32] of lanes, [16] of thread blocks, of which
-    those that there are not hold 0, and the barrier that expects one number of each.
+    `place` is thread and rank; `shared` has float32 [32] of lanes and [16] of thread blocks, of
+    which those that there are not hold 0 since before a barrier of the cluster.
     """
-    (thread, rank), (of_lanes, of_blocks, barrier) = place, shared
+    (thread, rank), (of_lanes, of_blocks) = place, shared
     lane = thread % 32
     for distance in cutlass.range_constexpr(2):  # halves of a block, blocks of a lane
         other = cute.arch.shuffle_sync_bfly(number, offset=1 << distance)
@@ -71,6 +64,7 @@ def total_of(
     cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
     number = warp_folded(Float32(of_lanes[lane]))
     if thread < cluster:
-        give(address_of(of_blocks, rank), number, barrier, thread)
-    await_phase(barrier, Uint32(0))
+        give(address_of(of_blocks, rank), number, thread)
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
     return warps_folded(Float32(of_blocks[lane % norms.MOST_WARPS]))

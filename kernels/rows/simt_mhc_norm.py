@@ -3,10 +3,10 @@
 One source for sm_90a and sm_100a. A token has a cluster of thread blocks, each with the columns of
 one warp of RMSNorm's lanes; a thread has half a block of 16 values.
   1. Warps add up groups of the projection's partial sums, and give each to all thread blocks.
-  2. When all have come every warp adds groups to the whole, a lane a column, and knows the gates.
-     One more warp of the first thread block computes post and mix meanwhile.
+  2. After a barrier of the cluster every warp adds groups to the whole, a lane a column, and knows
+     the gates. One more warp of the first thread block computes post and mix meanwhile.
   3. Four streams are collapsed; sums of squares are folded as RMSNorm folds them, and exchanged.
-  4. Each thread norms its values, and quantises and decodes them, as often
+  4. After the second barrier each thread norms its values, and quantises and decodes them, as often
      as wanted, with a scale of its own each time.
 Bits are those of simt_mhc_project, simt_mhc, simt_rmsnorm and simt_quantise_nvfp4 one by one.
 
@@ -22,7 +22,6 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.gemm import w4a16_instructions as barriers
 from degarble.kernels.primitives.device_words import (
     Scaling,
     block_amax,
@@ -109,8 +108,6 @@ class NormShared(NamedTuple):
     totals: Any  # float32 [16], of the cluster's thread blocks; absent ones stay 0
     whole: Any  # float32 [32], products and squares
     told: Any  # float32 [32], base and behind it scale, of the warp that mixes
-    columns_here: Any  # barrier that expects the groups of the whole cluster
-    totals_here: Any  # barrier that expects a number of each thread block
 
 
 def shared_memory() -> NormShared:
@@ -120,23 +117,7 @@ def shared_memory() -> NormShared:
     lanes = memory.allocate_tensor(Float32, cute.make_layout(norms.LANES), 128)
     totals = memory.allocate_tensor(Float32, cute.make_layout(norms.MOST_WARPS), 128)
     whole, told = (memory.allocate_tensor(Float32, cute.make_layout(LINE), 128) for _ in range(2))
-    pair = memory.allocate_tensor(Int64, cute.make_layout(2), 16)
-    first = Int32(pair.iterator.toint())
-    return NormShared(groups, lanes, totals, whole, told, first, first + 8)
-
-
-@cute.jit
-def begin(shared: NormShared, thread: Any, form: cutlass.Constexpr) -> None:
-    """Let the barriers expect what the cluster will give, and clear sums that nobody gives."""
-    if (thread >= form.cluster) & (thread < norms.MOST_WARPS):
-        shared.totals[thread] = Float32(0.0)
-    if thread == 0:
-        for barrier in (shared.columns_here, shared.totals_here):
-            barriers.begin_barrier(barrier, 1)
-        cute.arch.mbarrier_init_fence()
-    one = thread == 0
-    barriers.expect(shared.columns_here, Uint32(4 * LINE * MOST_GROUPS), one)
-    barriers.expect(shared.totals_here, Uint32(4 * form.cluster), one)
+    return NormShared(groups, lanes, totals, whole, told)
 
 
 @cute.jit
@@ -149,23 +130,15 @@ def add_groups(
 ) -> None:
     """Add up a warp's groups of partial sums, a lane a column, and give them to the cluster."""
     token, rank, (warp, lane) = place
-    rTotals = cute.make_rmem_tensor(form.turns, Float32)
-    rTotals.fill(0.0)
     for turn in cutlass.range_constexpr(form.turns):
         group = (turn * form.cluster + rank) * cluster_norm.WARPS + warp
         if group < MOST_GROUPS:
             first = group * form.in_group
             between = (first, ops.minimum(first + form.in_group, pieces))
-            rTotals[turn] = in_turn(
-                lines_of(tensors, (token, lane, pieces), between, form.in_group)
-            )
-    cute.arch.cluster_wait()  # all have begun: they may be written to
-    for turn in cutlass.range_constexpr(form.turns):
-        group = (turn * form.cluster + rank) * cluster_norm.WARPS + warp
-        if group < MOST_GROUPS:
+            total = in_turn(lines_of(tensors, (token, lane, pieces), between, form.in_group))
             address = address_of(shared.groups, group * LINE + lane)
             for other in cutlass.range_constexpr(form.cluster):
-                give(address, Float32(rTotals[turn]), shared.columns_here, other)
+                give(address, total, other)
 
 
 def column_sum(shared: NormShared, lane: Any) -> Any:
@@ -253,13 +226,15 @@ def norm_kernel(  # noqa: PLR0915  one token: what a thread holds would have to 
     lane, warp = thread % 32, thread // 32
     chunks, pieces, lanes = extents
     shared = shared_memory()
-    begin(shared, thread, form)
+    if thread < norms.MOST_WARPS:
+        shared.totals[thread] = Float32(0.0)
     if (thread == 0) & (rank == 0):
         size = CHUNK_VALUES * (4 if form.weight == "fp32" else 2)
         fetch_weights(tensors.weight.iterator.toint(), Uint32(chunks * size))
         for each in (tensors.base, tensors.scale, *tensors.decode_scales):
             fetch_line(each.iterator.toint())
-    cute.arch.cluster_arrive_relaxed()
+    # Others may write here once all have begun.
+    cute.arch.cluster_arrive()
     follow()
     if warp < cluster_norm.WARPS:
         chunk = 2 * cluster_norm.block_of(thread, rank, lanes) + thread % 2
@@ -275,17 +250,19 @@ def norm_kernel(  # noqa: PLR0915  one token: what a thread holds would have to 
                 at = first + Int64(stream * chunks)
                 cute.autovec_copy(tensors.streams[None, at], rStreams[None, stream])
             cute.autovec_copy(tensors.weight[None, chunk], rWeight)
-        # Read before the columns are waited for, so that nothing is waited for behind it.
+        # Read before the first barrier, so that nothing is waited for behind it.
         told = Float32(tensors.base[lane % STREAMS, 0]), Float32(tensors.scale[0])
         scalings = [scaling_of(Float32(scale[0]), None) for scale in tensors.decode_scales]
+        cute.arch.cluster_wait()
         add_groups(tensors, shared, (token, rank, (warp, lane)), pieces, form)
-        barriers.await_phase(shared.columns_here, Uint32(0))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
         gates = gates_of(column_sum(shared, lane), told, numbers)
         read = [words_of(rStreams[None, stream]) for stream in range(STREAMS)]
         words = simt_mhc.collapsed(read, gates)
         total = norms.half_sum(numbers_of(words))
-        of_sums = (shared.lanes, shared.totals, shared.totals_here)
+        of_sums = (shared.lanes, shared.totals)
         total = cluster_norm.total_of(total, (thread, rank), of_sums, form.cluster)
         columns = Float32(Int32(chunks * CHUNK_VALUES))
         factor = norms.factor_of(total, columns, numbers[2], square_root)
@@ -303,9 +280,12 @@ def norm_kernel(  # noqa: PLR0915  one token: what a thread holds would have to 
         if rank == 0:
             keep_told(tensors, shared, lane)
         cute.arch.cluster_wait()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        cute.arch.cluster_arrive()
         if rank == 0:
-            barriers.await_phase(shared.columns_here, Uint32(0))
             mixed(tensors, shared, (token, lane), numbers, form)
+        cute.arch.cluster_wait()
 
 
 @cute.jit

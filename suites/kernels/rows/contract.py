@@ -140,13 +140,7 @@ def _joined_code(target: str) -> Iterator[MachineCode]:
         # seven of half a block sum squares.
         fused = 24 + 4 + 4 + 16 + SINKHORN + 7 + of_codes * mixed.decoded
         form = mhc_few_problem.choose_mhc_norm_form(mixed, target)
-        # A warp's groups go to every thread block of the cluster, and so does its sum of squares. A
-        # barrier that releases would wait for all of the GPU's memory first.
-        given = {"st.async": form.turns * form.cluster + 1, "barrier.cluster.arrive": 1}
-        yield MachineCode(
-            "simt_mhc_norm", form, 64, fused=fused, counts=given,
-            has={"barrier.cluster.arrive.relaxed": True}, slow=mixed.width != 4096,
-        )  # fmt: skip
+        yield MachineCode("simt_mhc_norm", form, 64, fused=fused, slow=mixed.width != 4096)
 
 
 def _norm_code(norm: NormProblem, target: str) -> MachineCode:
