@@ -57,7 +57,7 @@ class KernelSuites(NamedTuple):
     bench: str
     first_minute: str  # of a Blackwell GPU
     contracts: tuple[Path, ...] = ()  # files of laws: ids of cases begin with a kernel's name
-    shares: Mapping[Path, int] = MappingProxyType({})  # in how many processes a long file runs
+    shares: Mapping[str, int] = MappingProxyType({})  # in how many processes a long suite runs
     forms: Path | None = None  # list of the forms that suites take from the kernel cache
 
 
@@ -79,6 +79,11 @@ class SuiteRun(NamedTuple):
     path: Path
     of_kernel: str = ""
     share: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the suite: the kernel, or what the file is called after."""
+        return self.of_kernel or self.path.stem.removeprefix("test_")
 
 
 @dataclass(frozen=True)
@@ -178,18 +183,18 @@ def joined(found: Sequence[Suite]) -> list[Suite]:
 
 
 def runs_of(suites: KernelSuites, markers: Sequence[str]) -> list[SuiteRun]:
-    """Return shares of long files, then each kernel of the contracts, then other files."""
+    """Return shares of long suites, then each kernel of the contracts, then other files."""
     files = sorted(files_for(suites.folders, markers), key=lambda path: -path.stat().st_size)
-    long = [path for path in files if path in suites.shares]
-    return [
-        *(
-            SuiteRun(path, share=f"{number + 1}/{suites.shares[path]}")
-            for path in long
-            for number in range(suites.shares[path])
-        ),
-        *(SuiteRun(path, kernel) for path, kernel in product(suites.contracts, MODULES)),
-        *(SuiteRun(path) for path in files if path not in (*long, *suites.contracts)),
+    runs = [SuiteRun(path, kernel) for path, kernel in product(suites.contracts, MODULES)]
+    runs += [SuiteRun(path) for path in files if path not in suites.contracts]
+    long = [run for run in runs if run.name in suites.shares]
+    parts = ((run, suites.shares[run.name]) for run in long)
+    shared = [
+        run._replace(share=f"{number + 1}/{count}")
+        for run, count in parts
+        for number in range(count)
     ]
+    return [*shared, *(run for run in runs if run not in long)]
 
 
 def files_for(folders: Sequence[Path], markers: Sequence[str]) -> list[Path]:
@@ -206,7 +211,7 @@ def _is_marked(path: Path, markers: Sequence[str]) -> bool:
 def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     """Run a file, or a part of it, in its own process."""
     path, of_kernel, own_share = run
-    kernel = of_kernel or path.stem.removeprefix("test_")
+    kernel = run.name
     line = [sys.executable, "-m", "pytest", "-q", "-m", " or ".join(markers)]
     if of_kernel:
         longer = [name for name in MODULES if of_kernel in name and name != of_kernel]

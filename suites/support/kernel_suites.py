@@ -16,9 +16,14 @@ HERE = KernelSuites(
     folders=tuple(_SUITES / name for name in ("backends", "formats", "kernels", "support")),
     bench="degarble.suites.bench.night",
     first_minute="degarble.suites.support.probes.sm100_first_minute",
+    # What ran for three minutes and more in one process, or in six, in a night on an H200.
     shares={
-        _SUITES / "backends" / "cutedsl" / "test_cutedsl_h200.py": 6,
-        _SUITES / "kernels" / "test_memory_checker.py": 8,
+        "cutedsl_h200": 24,
+        "memory_checker": 8,
+        "sm90_sparse_attention": 6,
+        "decoder_h200": 6,
+        "sparse_attention": 4,
+        "sm90_moe": 4,
     },
     contracts=(_SUITES / "kernels" / "test_contract.py",),
     forms=_SUITES / "backends" / "needed_forms.json",
