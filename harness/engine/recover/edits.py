@@ -628,7 +628,8 @@ def _fields_read(context: ComponentContext, sample: Sample) -> _FieldsRead:
 
 def _of_switches(context: ComponentContext, read: _FieldsRead) -> Iterator[FaultVariant]:
     """The other side of everything in which correct implementations differ."""
-    switches = facts_at(context).numerics.switches
+    facts = facts_at(context)
+    switches, formats = facts.numerics.switches, _activations(context, facts)
     reads_codes = any(each.name == CODES for each in context.component.inputs)
     for each in fields(switches):
         if each.name not in read:
@@ -643,11 +644,19 @@ def _of_switches(context: ComponentContext, read: _FieldsRead) -> Iterator[Fault
         else:
             continue
         for value in values:
+            other = with_switches(facts, **{each.name: value})
+            if reads_codes and _activations(context, other) != formats:
+                continue  # codes that came have the format that they were made in
             shown = {True: "on", False: "off"}.get(value, str(value))
             yield FaultVariant(
                 f"the switch {each.name} is {shown}",
                 with_facts(context, partial(with_switches, **{each.name: value})),
             )
+
+
+def _activations(context: ComponentContext, facts: Any) -> list[str | None]:
+    """Return the formats in which facts say that a component's input arrives, for each weight."""
+    return [facts.activation(name) for name in context.weights]
 
 
 def _of_config(
