@@ -29,7 +29,8 @@ _POOL, _MIX = "degarble.kernels.cache.problem", "degarble.kernels.rows.mhc_probl
 SPLITS_OF_A_TILE = (("degarble.kernels.attention.problem", "TILES_OF_SPLIT", 1),)
 _LONG = 4  # lengths that see more entries than are chosen
 _LONGER = 7  # lengths of which many tokens do: scores that are rounded change the choice of some
-_COARSE = 0xFFF8_0000  # a key without its last bits: sign, exponent, four bits of a mantissa
+_NEGATIVE = 0x8000_0000  # the least bits of a float32 below zero
+_LAST_BITS = 0x0007_FFFF  # of a key: without them sign, exponent, four bits of a mantissa
 
 
 def _float32(number: float) -> Any:
@@ -86,31 +87,47 @@ def _turned_at_the_end(true: Any, tensors: Any, told: Any, form: Any) -> Any:
     return true(tensors, (window, sequence, last + (form.ratio - 1), *rest), form)
 
 
-def _negated(true: Any, score: Any) -> Any:
-    return true(ops.select(score == -float("inf"), score, ops.multiply_rn(score, -1.0)))
+def _scores_read(change: Callable[[Any], Any]) -> Callable[..., None]:
+    """simt_indexer_topk.load_scores that changes each score but -inf, of what is not seen.
+
+    A score is compared as digits, as a key and as itself: all have to be of the same number.
+    """
+
+    def load(true: Any, tensors: Any, scores: Any, *rest: Any) -> None:
+        true(tensors, scores, *rest)
+        for place in range(import_module("cutlass").cute.size(scores)):
+            score = _float32(scores[place])
+            scores[place] = ops.select(score == -float("inf"), score, change(score))
+
+    return load
 
 
-def _coarse(true: Any, score: Any) -> Any:
-    return true(score) & import_module("cutlass").Uint32(_COARSE)
+def _negated(score: Any) -> Any:
+    return ops.multiply_rn(score, -1.0)
 
 
-def _as_e4m3(true: Any, score: Any) -> Any:
+def _coarse(score: Any) -> Any:
+    """Return the number of a key without its last bits; those of a negative one's are inverted."""
+    bits, low = ops.bits_of(score), import_module("cutlass").Uint32(_LAST_BITS)
+    return ops.number_of(ops.select(bits >= _NEGATIVE, bits | low, bits & ~low))
+
+
+def _as_e4m3(score: Any) -> Any:
     cutlass, words = (
         import_module("cutlass"),
         import_module("degarble.kernels.primitives.device_words"),
     )
-    emit = import_module("degarble.kernels.primitives.device_words").emit
     text = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
-    code = cutlass.Uint32(emit(text, cutlass.Uint16, score, _float32(0.0)))
-    return true(ops.select(score == -float("inf"), score, words.e4m3_number(code)))
+    code = cutlass.Uint32(words.emit(text, cutlass.Uint16, score, _float32(0.0)))
+    return words.e4m3_number(code)
 
 
 def _not_rectified(_true: Any, low: Any, high: Any) -> Any:
     return import_module(_WEIGHING).pair_rounded(low, high)
 
 
-def _neighbour(true: Any, eight: Any, place: int) -> Any:
-    return true(eight, place ^ 1)
+def _neighbour(true: Any, column: Any, form: Any) -> Any:
+    return true(column, form) ^ 1
 
 
 def _one_more(true: Any, position: Any, ratio: Any) -> Any:
@@ -226,15 +243,15 @@ FAULTS = (
         module=_POOL, cause="M30"),
     _of("entry turned at its window's end", "simt_compressor", "tell_slot", _turned_at_the_end,
         "compressor.pool", cause="M28"),
-    _of("smallest scores chosen", "simt_indexer_topk", "key_of", _negated, "indexer.topk",
-        prompts=_LONG, cause="M31"),
-    _of("scores compared as E4M3", "simt_indexer_topk", "key_of", _as_e4m3, "indexer.topk",
-        prompts=_LONGER, cause="M31"),
-    _of("scores compared coarsely", "simt_indexer_topk", "key_of", _coarse, "indexer.topk",
-        prompts=_LONGER, cause="M31"),
+    _of("smallest scores chosen", "simt_indexer_topk", "load_scores", _scores_read(_negated),
+        "indexer.topk", prompts=_LONG, cause="M31"),
+    _of("scores compared as E4M3", "simt_indexer_topk", "load_scores", _scores_read(_as_e4m3),
+        "indexer.topk", prompts=_LONGER, cause="M31"),
+    _of("scores compared coarsely", "simt_indexer_topk", "load_scores", _scores_read(_coarse),
+        "indexer.topk", prompts=_LONGER, cause="M31"),
     _of("negative products kept", _SCORES, "rectified_pair", _not_rectified, "indexer.scores",
         module=_WEIGHING, cause="M31"),
-    _of("weights of the neighbouring heads", _SCORES, "head_of_thread", _neighbour,
+    _of("weights of the neighbouring heads", _SCORES, "head_of_column", _neighbour,
         "indexer.scores", module=_WEIGHING, cause="M31"),
     # Whose row does not exist yet: attention is handed a choice that it cannot follow.
     _of("an entry too early", _SCORES, "visible_of", _one_more, "indexer.scores", also="attend",
