@@ -17,7 +17,7 @@ import sys
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from itertools import groupby, product
 from operator import attrgetter
@@ -105,11 +105,11 @@ class Suite:
     @property
     def sentence(self) -> str:
         """Return a summary of one line."""
-        if self.broken:
-            return self.broken
         said = f"{self.failed:,} of {self.cases:,} cases fail, first {self.first}"
         if not self.failed:
             said = f"{self.cases:,} cases agree with their definitions"
+        if self.broken:
+            return f"{self.broken}; {said}" if self.cases else self.broken
         return f"{said}; {self.left}" if self.left else said
 
 
@@ -165,20 +165,21 @@ def _run_all(suites: KernelSuites, markers: Sequence[str]) -> list[Suite]:
 
 
 def joined(found: Sequence[Suite]) -> list[Suite]:
-    """Return suites by name, the shares of a file as one."""
+    """Return suites by name, all runs of a name as one; one without an answer is broken."""
     made = []
     for kernel, suites in groupby(sorted(found, key=lambda suite: suite.kernel), _KERNEL):
         shares = list(suites)
-        made.append(
-            Suite(
-                kernel,
-                sum(share.cases for share in shares),
-                sum(share.failed for share in shares),
-                next((share.first for share in shares if share.first), ""),
-                "; ".join(share.broken for share in shares if share.broken),
-                "; ".join(share.left for share in shares if share.left),
-            )
+        suite = Suite(
+            kernel,
+            sum(share.cases for share in shares),
+            sum(share.failed for share in shares),
+            next((share.first for share in shares if share.first), ""),
+            "; ".join(share.broken for share in shares if share.broken),
+            "; ".join(share.left for share in shares if share.left),
         )
+        if suite.left and not (suite.cases or suite.broken):
+            suite = replace(suite, broken=f"skipped every case: {suite.left}")
+        made.append(suite)
     return made
 
 
@@ -211,7 +212,7 @@ def _is_marked(path: Path, markers: Sequence[str]) -> bool:
 def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     """Run a file, or a part of it, in its own process."""
     path, of_kernel, own_share = run
-    kernel = run.name
+    kernel, which = run.name, f"share {own_share} " if own_share else ""
     line = [sys.executable, "-m", "pytest", "-q", "-m", " or ".join(markers)]
     if of_kernel:
         longer = [name for name in MODULES if of_kernel in name and name != of_kernel]
@@ -223,16 +224,16 @@ def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     environment["CI"] = "true"  # a package that is missing fails its cases, instead of hiding them
     status, said = _ended(line, environment)
     if status is None:
-        return Suite(kernel, broken=f"did not end in {SUITE_SECONDS // 60} minutes")
+        return Suite(kernel, broken=f"{which}did not end in {SUITE_SECONDS // 60} minutes")
     if status == _NO_CASES:
         return Suite(kernel)
     if status not in (0, 1) or not report.exists():
         last = " ".join(said.split())[-_LONG:]
-        return Suite(kernel, broken=f"broke off with status {status}: {last}")
+        return Suite(kernel, broken=f"{which}broke off with status {status}: {last}")
     suite = suite_of(kernel, report)
     # Pytest failed outside of any case, for example in a fixture's teardown.
     if status and suite.verdict is Verdict.AGREES:
-        return Suite(kernel, broken=f"ended with status {status}, and no case failed")
+        return Suite(kernel, broken=f"{which}ended with status {status}, and no case failed")
     return suite
 
 
@@ -268,8 +269,6 @@ def suite_of(kernel: str, report: Path) -> Suite:
     cases = list(ET.parse(report).getroot().iter("testcase"))  # noqa: S314  written just now
     ran = [case for case in cases if case.find("skipped") is None]
     failed = [case for case in ran if _failure_element(case) is not None]
-    if not ran:
-        return Suite(kernel, broken="skipped every case")
     skipped = [case for case in cases if case.find("skipped") is not None]
     left = f"{len(skipped):,} undecided, first {_case_message(skipped[0])}" if skipped else ""
     first = _case_message(failed[0]) if failed else ""

@@ -2,19 +2,15 @@
 
     pytest -p degarble.harness.plugins.shares --share 2/6 FILE
 
-Of six shares the second one has every sixth case, from the second on. A share without a case ends
-as a file without one: with status 5.
+Of six shares the second one has every sixth case by name, from the second on. A share without a
+case ends as a file without one: with status 5.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def read_share(text: str) -> tuple[int, int]:
@@ -39,10 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
     read_share(config.getoption("--share"))
 
 
-@pytest.hookimpl(trylast=True)  # shares are of what markers have left
+@pytest.hookimpl(trylast=True)  # shares are of what -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the cases of the share."""
     number, shares = read_share(config.getoption("--share"))
-    kept: Sequence[pytest.Item] = items[number - 1 :: shares]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    # By name: processes may collect in orders of their own.
+    chosen = set(sorted(item.nodeid for item in items)[number - 1 :: shares])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]

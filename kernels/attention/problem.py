@@ -41,8 +41,8 @@ REGISTER_FILE = 65_536  # CUDA C++ Programming Guide 13.0, compute capability 9.
 ALIGNMENT = 1024  # of swizzled tiles: eight rows of 128 bytes
 MOST_HEADS = 128
 MOST_SPLITS = 32
-# An H200 runs about 28 clusters of four at a time, 14 of eight, 40 of three: the second kernel
-# takes less than the wait.
+# V3.2: an H200 runs about 28 clusters of four at a time, 14 of eight, 40 of three: the second
+# kernel takes less than the wait.
 MOST_TOGETHER_OF_V32 = 3
 MOST_TOGETHER = 8  # thread blocks of a portable cluster; CUDA C++ Programming Guide 13.0
 TILES_OF_SPLIT = 9  # 576 keys: 1024 + 128 are two equal splits, and 64 tokens fill an H200
@@ -341,8 +341,8 @@ def registers(entry: EntryFormat) -> tuple[int, int]:
 def registers_in_turns(plan: GatherPlan) -> tuple[int, int]:
     """Return the same where warpgroups weigh in turns.
 
-    Trap: a thread block has what it was launched with, 384 times 168 registers. 224 beside 64
-    would be within the register file, and be waited for forever.
+    Trap: a thread block has what it was launched with, 384 times 168 registers or 512 times 128.
+    224 beside 64 would be within the register file, and be waited for forever.
     """
     return (200, 56) if plan.warpgroups > 1 else (224, 56)
 
@@ -436,8 +436,8 @@ def few_token_splits(lists: Iterable[KeyList], heads: int, *, most: bool) -> int
     """Return the splits with which up to 16 tokens are fastest on an H200; `most` for up to 4.
 
     Many splits keep more multiprocessors busy; beyond a cluster they cost another launch, which
-    merges. Of V4 with more than 64 heads 32 clusters of three run at a time, and of four they do
-    not.
+    merges. 16 tokens of V4 with more than 64 heads are 32 clusters: of three thread blocks all
+    run at a time, of four 28 do.
     """
     several = tuple(lists)
     tiles: int = sum(key_list.tiles for key_list in several)

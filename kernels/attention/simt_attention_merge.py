@@ -1,10 +1,10 @@
 """Merge the splits of sparse attention: out = sum_s exp2(peak_s - peak) sums_s / (total + sink).
 
-The second kernel of sparse attention with more than eight splits, and the arithmetic that the
-merges in a cluster share. Reads sums [T, splits, H, 512] and (peak, total) [T, splits, H, 2] in
-float32; peaks are to base 2. A thread block has a head of a token, a thread four of its 512 values.
-Splits are added in their order relative to the largest peak, so the result is the same in every
-run. A split without keys has peak -inf and total 0: its sums are not read, they may be
+The second kernel of sparse attention with more splits than merge in a cluster, and the arithmetic
+that the merges in a cluster share. Reads sums [T, splits, H, 512] and (peak, total) [T, splits, H,
+2] in float32; peaks are to base 2. A thread block has a head of a token, a thread four of its 512
+values. Splits are added in their order relative to the largest peak, so the result is the same in
+every run. A split without keys has peak -inf and total 0: its sums are not read, they may be
 uninitialised.
 """
 

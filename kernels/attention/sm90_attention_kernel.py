@@ -16,7 +16,7 @@ One tile: wait full, proxy fence (threads wrote, wgmma reads), logits; exchange 
 mask; exchange row maxima; P to registers and shared memory; rescale the output where the peak
 moved; P V of the own 32 keys from registers; barrier 2; P V of the other 32 from shared memory;
 begin the next tile's logits; wait for P V; arrive at empty. Splits end in the workspace
-(together = 0), alone (1), by exchange.merge_two (2) or by cluster.write_rows (3 to 8).
+(together = 0), alone (1), by exchange.merge_two (2) or by exchange.write_rows (3 to 8).
 """
 
 from functools import reduce

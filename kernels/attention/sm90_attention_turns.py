@@ -11,7 +11,8 @@ weighs, the other's products keep the matrix unit busy.
 * Warpgroup 2 (producers) brings tiles in two parts, by columns of the output: `full[stage][part]`,
   every thread when its copies land, and every warp where masks come with it; `empty[stage][part]`,
   4 arrivals: the warps of the warpgroup that has these columns.
-* Warpgroups 2 and 3 where entries hold codes (gather.py): both parts at once, every warp at both.
+* Warpgroups 2 and 3 where entries hold codes (gather.py): both parts of a stage at once; every
+  thread and warp arrives at both.
 
 Both halves of the output have the same order of sums, that of the tiles: peaks, totals and sums are
 brought to the first tile's peak and the first tile is added, 16 keys at a time; then the second.
@@ -53,7 +54,7 @@ def turns_kernel(
     scale: Float32,
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warpgroup: 0 and 1 multiply, 2 brings keys."""
+    """Take a role by warpgroup: 0 and 1 multiply, the others bring keys."""
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = base.shared_memory(form)

@@ -41,7 +41,6 @@ PRODUCT_EXPONENT = VALUE_EXPONENT + SCALE_EXPONENT  # of a number in BF16
 _E4M3_AS_BF16 = -120  # a code in bits 10 to 4 of a BF16 number is its value times 2**-120
 _HALF_SHIFT = (SCALE_EXPONENT - _E4M3_AS_BF16) // 2
 _FACTOR = ((127 + _HALF_SHIFT) << 7) * 0x1_0001  # two BF16 powers of two; used twice
-_SCALE_BITS = 0x07F0_07F0
 _NAN_STEP = 0x0010_0010  # only code 0x7F carries beyond its bits
 _NAN_CARRY = 0x0800_0800
 

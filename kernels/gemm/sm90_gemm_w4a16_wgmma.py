@@ -8,10 +8,10 @@ w4a16_wgmma_problem, and the output round. The sign bit of a scale is ignored.
 Roles: `form.groups` warpgroups multiply 64 outputs each; `form.permuting` warps put activations in
   order, in place; one more warp issues TMA. A cluster of `ranks` thread blocks shares K.
 Pipeline: `form.stages` stages of 128 numbers of K, activations and codes; full: 1 arrival plus
-  bytes; ready: an arrival for half a stage of 32 rows (after a fence to the async proxy); empty:
-  one arrival per multiplying warp. Scales of 256 numbers of K are copied with the first of their
-  stages, to one of four slots; stages are released in order, so a slot is free when its next chunk
-  is copied.
+  bytes; ready: one arrival for each half stage of 32 rows (after a fence to the async proxy);
+  empty: one arrival per multiplying warp. Scales of 256 numbers of K are copied with the first of
+  their stages, to one of four slots; stages are released in order, so a slot is free when its next
+  chunk is copied.
 Order: set up barriers; PDL: release the next launch, prefetch the first stages to L2, wait for the
   launch before; the loading warp waits for space and issues boxes; a warpgroup decodes half a stage
   into its fragment while the other half's wgmma run, reads the next stage's codes and scales before
@@ -426,7 +426,8 @@ def multiply(
             if cutlass.const_expr(half == 0):
                 ptx.await_phase(thread.full + READY + at * 8, phase)
             else:
-                # Behind the next wgmma, a test and reads would be served when those have begun.
+                # Issued after the wgmma, the test and the reads would be served only once those
+                # have begun.
                 # Trap: a loop that waits here would let ptxas run all wgmma one by one.
                 here = ptx.has_ended(thread.full + following * 8, turned)
                 # Addresses depend on the answer, so nothing is read before it has come.

@@ -1,11 +1,11 @@
-"""PTX instructions of the W4A16 kernel that the DSL does not offer, each as one function.
+"""PTX instructions of W4A16 and of NVFP4 tiles that the DSL does not offer, each as one function.
 
 Decoding of pairs of weights (an integer product on sm_90a, cvt on sm_100a), mma.sync.m16n8k16,
 mbarriers with byte counts, the release of a stage after all reads of it, and reads of shared
 memory, also of other thread blocks of the cluster.
 
 A decoded weight is code times block scale, exact in BF16; on sm_90a it is times 2**-8, which the
-kernel takes out of the sums.
+kernel takes out of the sums; or exact in FP16, times 2**-7 (`decoded_halves`).
 """
 
 from typing import Any

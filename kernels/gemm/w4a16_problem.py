@@ -41,7 +41,7 @@ COPIED = 256  # K of which a multiple puts linear scales on addresses that bulk 
 LARGEST_ROWS = 64
 LARGEST_WEIGHT = 1 << 32  # so that a byte of the codes has a 32-bit offset
 BARRIER_BYTES = 512  # 16 full and 16 empty barriers, for stages and again for activations
-DECODED_EXPONENT = -8  # what the kernel multiplies are weights times 2**-8: see e2m1_pairs
+DECODED_EXPONENT = -8  # what the kernel multiplies are weights times 2**-8: see e2m1.bf16_pairs
 SUM_BUFFERS = 2  # by row: one is added up while the other one is filled
 SCALE_SLOTS = 16  # by row: scales of runs that follow each other
 DIVISION = 4  # by row: numbers of a launch that divide tiles among thread blocks
@@ -277,8 +277,8 @@ TACTICS = (
 )
 SHARED_BYTES = 227 * 1024  # that a thread block may use; targets.py has the source
 RESERVED_BYTES = 1024  # a thread block's own: CUDA C++ Programming Guide 13.0
-# A processor has no two of these, so that no thread blocks of a launch share one while another
-# processor has none.
+# A thread block with more than half of a processor's shared memory has it to itself: else two of a
+# launch may share one while another is idle.
 ALONE_BYTES = 114 * 1024
 LARGEST_KEPT = 6  # rounds of activations that have barriers
 

@@ -294,13 +294,8 @@ def decode_stage(shared: Any, first: Any, at: Any, inner: Any, tactic: Any) -> N
         row, span = item % tactic.rows, item // tactic.rows
         if tactic.rows >= facts.WARP:  # then all threads of a warp have the same span
             row, span = lane + turn * facts.WARP % tactic.rows, turn * facts.WARP // tactic.rows
-        mask = mask_of(blocks, before + span)
+        mask = stages.kept(blocks, before + span)
         decode_span(shared, (row, first, span), (*at, mask), (tactic.rows, of_stage))
-
-
-def mask_of(blocks: Any, span: Any) -> Any:
-    """Return which scales of a span lie within K."""
-    return stages.kept(blocks, span)
 
 
 @cute.jit

@@ -36,8 +36,8 @@ STREAMS = 4  # DeepSeek-V4 config.json, hc_mult
 COEFFICIENTS = (2 + STREAMS) * STREAMS
 CHUNK_VALUES = 8  # values of a thread's 16-byte loads
 MIX_THREADS = 128
-# Tokens of which each has four lanes. Every lane of a token does all steps of Sinkhorn, so beyond a
-# warp for each quarter of an H200 more lanes take longer.
+# Tokens of which each has four lanes. Every lane of a token does all steps of Sinkhorn, so beyond
+# one warp for each quarter of each of an H200's 132 processors more lanes take longer.
 MOST_WITH_FOUR = 4224
 SMALLEST_WIDTH, LARGEST_WIDTH = CHUNK_VALUES, 1 << 16
 MOST_ITERATIONS = 1000

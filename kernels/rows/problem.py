@@ -248,7 +248,10 @@ def norm_grid(problem: NormProblem, tactic: NormTactic, processors: int) -> int:
 
 
 def norm_threads_declared(form: NormForm) -> int:
-    """Return the threads by which ptxas bounds registers: 896 leave 72 a thread, 512 leave 128."""
+    """Return the threads by which ptxas bounds registers.
+
+    1024 leave 64 a thread, 896 leave 72, 512 leave 128.
+    """
     if form.warps:
         if not form.ahead:
             return WHOLE_ROW_THREADS

@@ -7,7 +7,8 @@ grid apart; where rows are at most 1,024 wide, each warp walks by itself. A lane
 16 values, the same columns in every row, so BF16 weights stay in registers.
 
 Rows of whole warps (1,024 columns each) have a kernel of their own, whose loads and stores are
-whole lines: there a thread has four halves of blocks (whole_rows). The sums are the same.
+whole lines: there a thread has four halves of blocks (whole_rows). The sums are the same. With
+codes the next row and the weights are in shared memory there, not in registers.
 
 One row: take the values from registers; load the next row; sum of squares by shuffles, then over
 warps through shared memory (double-buffered, so one barrier a row); norm; store; block amax, scale

@@ -30,7 +30,7 @@ SETS = 4  # of buffers on a GPU, at least
 REPEATS = 3  # of all sets in a graph
 COLD_BYTES = 256 << 20  # of all sets together at least: four times the L2 of an H200
 PAGE = 4096
-SLOW_FROM, SLOW_STEP = 1 << 29, 1 << 24  # bytes of a copy: at least, and multiples of it
+SLOW_FROM, SLOW_STEP = 1 << 29, 1 << 25  # bytes of a copy: at least, and multiples of it
 COPY = "copy"
 DEVICE = "cuda"
 

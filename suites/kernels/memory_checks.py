@@ -16,6 +16,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -165,6 +166,10 @@ def _attention(width: int, entries: tuple[str, ...]) -> Callable[[], None]:
                     lengths=n % 2 == 0, splits=splits, pages=(5, 64),
                 )  # fmt: skip
                 attention_checks.on_device(case, attention_checks.drawn(case))
+        if width == rows.WITH_KEY:  # several pairs of tiles, each way in which splits end
+            for entry, (splits, near) in product(entries, ((1, 330), (2, 700), (3, 700), (4, 700))):
+                case = replace(plain, entry=entry, heads=9, near=near, mode="decode", splits=splits)
+                attention_checks.on_device(case, attention_checks.drawn(case))
 
     return launch
 
@@ -237,8 +242,8 @@ def _rows() -> None:
     walked = row_checks.NormCase(NormProblem(900, 7168, layout="128x4"))  # rows one after another
     for case in (*whole, walked, *row_checks.fuzzed_norms(SEED, 8)):
         row_checks.norm_on_device(case)
-    for product in row_checks.fuzzed_gemvs(SEED, 6):
-        row_checks.product_on_device(product)
+    for gemv in row_checks.fuzzed_gemvs(SEED, 6):
+        row_checks.product_on_device(gemv)
     for kind in ("norm", "back"):
         for heads in head_checks.fuzzed(kind, SEED, 6):
             head_checks.on_device(heads)

@@ -19,6 +19,7 @@ from degarble.harness.history.records import SPEED
 from degarble.harness.nightly import kernels as night_kernels
 from degarble.harness.nightly.kernels import KernelSuites, Suite, SuiteRun
 from degarble.harness.nightly.night import NightConfig
+from degarble.harness.plugins import shares
 from degarble.harness.plugins.shares import read_share
 from degarble.harness.report.verdict import Verdict
 from degarble.kernels.runtime.modules import MODULES
@@ -184,7 +185,13 @@ def test_an_interrupted_night_ends_its_suites(
 def test_skipping_every_case_is_no_agreement(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text('<testsuites><testcase name="a"><skipped/></testcase></testsuites>')
-    assert night_kernels.suite_of("x", report).verdict is Verdict.DIFFERS
+    skipped = night_kernels.suite_of("x", report)
+    (alone,) = night_kernels.joined([skipped])
+    assert alone.broken.startswith("skipped every case: 1 undecided, first a")
+    assert alone.verdict is Verdict.DIFFERS
+    (beside,) = night_kernels.joined([skipped, Suite("x", 3), Suite("x")])
+    assert (beside.cases, beside.verdict) == (3, Verdict.AGREES)
+    assert "1 undecided" in beside.sentence
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -296,6 +303,21 @@ def test_a_share_that_breaks_off_is_no_agreement() -> None:
     a, b = night_kernels.joined(shares)
     assert (a, b) == (Suite("a", 5, 1, "x", "broke off"), Suite("b", 7))
     assert a.verdict is Verdict.DIFFERS
+    assert a.sentence == "broke off; 1 of 5 cases fail, first x"
+
+
+def test_shares_have_every_case_once_in_whatever_order_they_were_collected() -> None:
+    names = [f"test_x.py::test_a[{number}]" for number in range(7)]
+    found = []
+    for number in (1, 2, 3):
+        items = [SimpleNamespace(nodeid=name) for name in names]
+        items = items[::-1] if number == 2 else items
+        hook = SimpleNamespace(pytest_deselected=lambda **_: None)
+        asked: Any = SimpleNamespace(getoption=lambda _, share=f"{number}/3": share, hook=hook)
+        kept: Any = items
+        shares.pytest_collection_modifyitems(asked, kept)
+        found += [item.nodeid for item in items]
+    assert sorted(found) == names
 
 
 def test_every_long_suite_is_one_of_a_device() -> None:
