@@ -597,12 +597,12 @@ def shares(
     except DegarbleError:
         budgets = {}
     within = same = total = 0
-    for name, twin in variant_outputs.outputs.items():
-        if name not in candidate:
-            continue  # it was not captured
-        c = candidate[name]
+    for name in variant_outputs.outputs.keys() & candidate.keys():  # others were not captured
+        c, twin = candidate[name], variant_outputs.outputs[name]
         if c.shape != twin.shape:
             return 0.0, 0.0
+        if c.dtype in (torch.int32, torch.int64) and c.ndim == 2:  # a choice, in any order
+            c, twin = c.sort(dim=-1).values, twin.sort(dim=-1).values
         equal = (c == twin) | ((c != c) & (twin != twin))  # noqa: PLR0124  NaN
         total += c.numel()
         same += int(equal.sum())
@@ -610,9 +610,8 @@ def shares(
         if budget is None or not c.dtype.is_floating_point or c.dtype.itemsize == 1:
             within += int(equal.sum())
             continue
-        slack = budget.slack.double().expand(c.shape).numpy() * variant_outputs.stretch.get(
-            name, 1.0
-        )
+        stretch = variant_outputs.stretch.get(name, 1.0)
+        slack = budget.slack.double().expand(c.shape).numpy() * stretch
         t = values_of_any(twin.detach().cpu())
         near = (slack + spacing(abs(t) + slack, budget.output)) / HEADROOM
         with np.errstate(invalid="ignore"):

@@ -93,6 +93,22 @@ def test_choices_are_compared_as_sets() -> None:
     assert distance(one, two) > 0, "a row by itself is codes"
 
 
+def in_order_of_numbers(_inputs: Any, outputs: Mapping[str, torch.Tensor]) -> Any:
+    return {**outputs, "out": outputs["out"].sort(dim=-1).values}
+
+
+def test_a_choice_is_named_in_any_order() -> None:
+    """The twin lists the smallest by score, a kernel by number."""
+    model, name = double("v4", "nvfp4-full"), "layers.1.attn.indexer.topk"
+    fault = MODEL_FAULTS["M31.members"]
+    smallest = next(way for way in fault.variants(model.planting(name)) if "smallest" in way.words)
+    listed = with_outputs(in_order_of_numbers)
+    records = model.sights(name, FaultVariant("", lambda call: listed(smallest.apply(call))))
+    (named,) = diagnose(model.naming(name), records).named
+    assert (named.id, named.variant.words) == (fault.id, smallest.words)
+    assert named.reproduced == 1.0 > named.as_stored
+
+
 def rounded_otherwise(count: int, spacings: int = 1) -> dict[str, torch.Tensor]:
     """Numbers of BF16 of which some lie beside where they were."""
     codes = MANY.view(torch.int16).clone()
