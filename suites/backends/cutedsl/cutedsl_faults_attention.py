@@ -108,8 +108,9 @@ def _negated(score: Any) -> Any:
 
 def _coarse(score: Any) -> Any:
     """Return the number of a key without its last bits; those of a negative one's are inverted."""
-    bits, low = ops.bits_of(score), import_module("cutlass").Uint32(_LAST_BITS)
-    return ops.number_of(ops.select(bits >= _NEGATIVE, bits | low, bits & ~low))
+    number = import_module("cutlass").Uint32
+    bits, low = ops.bits_of(score), number(_LAST_BITS)
+    return ops.number_of(ops.select(bits >= number(_NEGATIVE), bits | low, bits & ~low))
 
 
 def _as_e4m3(score: Any) -> Any:

@@ -304,6 +304,12 @@ def _first_rows(tensors: Made) -> Made:
     return (tensors[0][row - row % 128 + row % 64],)
 
 
+def _of_first_lane(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+    """Sums over what the first of 32 lanes reads: eight numbers of every 256."""
+    first = torch.arange(given["x"].shape[1]) // 8 % 32 == 0
+    return true(problem, {**given, "x": given["x"] * first})
+
+
 def _delayed(scales: Tensor) -> Tensor:
     return torch.cat((scales[:, :1], scales[:, :-1]), dim=1).contiguous()
 
@@ -358,6 +364,7 @@ IN_PRODUCTS: dict[str, Instead] = {
     "scaled without a scale": _made(lambda tensors: (tensors[0] * 2,)),
     "scale group of the step before": _given(a_scales=_delayed, b_scales=_delayed),
     "scales of rows changed": _given(a_scales=_rows_changed),
+    "sums of lanes not folded": _of_first_lane,
     "rows of the other warpgroup": _made(_first_rows),
     "gate and up": _swapped,
     "norm's weights reversed": _given(weight=_reversed_runs),

@@ -1,17 +1,19 @@
 """Planted faults reach the kernel's code: its machine code differs, and is restored afterwards.
 
-Forms are those that the backends' suites need, so that a fault in a function that no needed form
-uses any more is seen without a GPU.
+Forms are those that the backends' suites take, so that a fault in a function that none of them uses
+any more is seen without a GPU.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
 import pytest
 
+from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.primitives import kv_problem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.forms import KernelForm
@@ -19,7 +21,8 @@ from degarble.kernels.runtime.modules import module_of
 from degarble.suites.backends.cutedsl import cutedsl_faults as faults
 from degarble.suites.backends.cutedsl import cutedsl_faults_attention as of_attention
 from degarble.suites.backends.cutedsl import cutedsl_faults_experts as experts
-from degarble.suites.backends.needed_forms import KEPT
+from degarble.suites.backends.needed_forms import KEPT, TARGET
+from degarble.suites.kernels.moe import moe_faults
 
 pytestmark = pytest.mark.needs("cutlass")
 ALL = (*faults.FAULTS, *of_attention.FAULTS, *experts.FAULTS)
@@ -31,9 +34,20 @@ def needed() -> tuple[KernelForm, ...]:
     return tuple(map(KernelForm.read, json.loads(KEPT.read_text())["forms"]))
 
 
+@cache
+def of_64_rows(module: str) -> list[KernelForm]:
+    """Return the forms of the experts' products that runs with a fault take in place of theirs."""
+    problem = moe_problem.MoeProblem(20, 192, 96, 8, 2, 8, 10.0)
+    first, second = moe_problem.forms_of(problem, TARGET, moe_faults.OF_64_ROWS)
+    named = (("FC1", first), ("FC1", replace(first, shown=True)), ("FC2", second))
+    return [KernelForm(f"{module}:{name}", form) for name, form in named]
+
+
 def forms_of(fault: faults.Fault) -> list[KernelForm]:
-    """Return the needed forms of all that a fault's kernel launches."""
+    """Return the forms of all that runs with a fault launch of its kernel."""
     module = module_of(fault.kernel)
+    if fault.kernel == "sm90_moe_nvfp4":
+        return of_64_rows(module)
     return [form for form in needed() if form.kernel.partition(":")[0] == module]
 
 
