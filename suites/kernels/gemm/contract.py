@@ -86,7 +86,7 @@ def _is_fp8(kernel: CompiledKernel, form: GemmForm) -> None:
 def _is_nvfp4(kernel: CompiledKernel, form: GemmForm) -> None:
     # Loads are written twice: before the first tile, and beside each stage that is decoded.
     assert not gemm_code.complaints(kernel, form, issued=2)
-    shape = f"m64n{form.tactic.columns}k16.f32.bf16.bf16"
+    shape = f"m64n{form.tactic.columns}k16.f32.f16.f16"
     # First stage of a tile, two that take turns, one where their number is odd.
     assert gemm_code.wgmmas(kernel.ptx) == 16 * [f"wgmma.mma_async.sync.aligned.{shape}"]
     assert "cvt.rn.bf16x2.e2m1" not in kernel.ptx
