@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 NAME = "layers.1.attn.q_norm"
 KEY = ModelKey("v4", "nvfp4-full")
 SOURCE = ROOT / "references" / "tiny" / "v1" / "v4"
-PLANTED = "model.layers.3.mlp.experts.2.down_proj.weight"
+PLANTED = "layers.3.ffn.experts.2.w2.weight"
 PROMPTS = ("w7 w8 w9 w31", "w9 w8", "w11 w12 w13", "w30 w14", "w15 w16 w17")
 
 

@@ -90,6 +90,7 @@ from degarble.harness.engine.recover.whole import (
 )
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number, share
+from degarble.references.linears import TENSOR_SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -753,6 +754,8 @@ def _in_columns(
         return
     for name, tensor in record.inputs.items():
         if tensor.ndim < 2 or not tensor.is_floating_point() or tensor.itemsize == 1:
+            continue
+        if name == TENSOR_SCALE:  # of an expert's codes, by slot: no columns of numbers
             continue
         own = columns_of_input(seen, name)
         made = partial(_ruled_input, name, tensor.shape[-1])
