@@ -26,7 +26,7 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 VALUES = 4  # of a thread
 THREADS = rows.WIDTH // VALUES
-AT_ONCE = 8  # splits whose sums are asked for before any is used: 32 registers
+AT_ONCE = 8  # splits whose sums are loaded before the first is used: 32 registers
 
 
 class MergeAddresses(NamedTuple):
@@ -113,7 +113,7 @@ def merge_kernel(
     token, head = block // heads, block % heads
     first = Int64(token) * Int64(splits) * Int64(heads) + Int64(head)
     sink = sink_of(addresses.sink, head, form.sinks)
-    # A lane has the peak and the total of a split: all are asked for at once, by every warp.
+    # Each lane reads the peak and the total of one split, so every warp has all of them at once.
     own = ops.minimum(thread % rows.LANES, splits - 1)
     stats_at = addresses.stats + (first + Int64(own) * Int64(heads)) * 8
     peak, of_split = ptx.single_at(stats_at), ptx.single_at(stats_at + 4)

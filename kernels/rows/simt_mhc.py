@@ -172,8 +172,8 @@ def line_factors(
     state = tuple(cute.make_rmem_tensor(count, Float32) for count in (*[STREAMS] * 4, 2))
     hold(state, facts.sinkhorn_begun(columns, epsilon, PROCESSOR))
     if cutlass.const_expr(form.ends_early):
-        # Where an iteration changes no bit, further ones do not. That is asked of the one before
-        # last, so that none waits for the answer.
+        # Once an iteration changes no bit, later ones change none either. The test looks at the
+        # iteration before the last one, so that no iteration waits for its result.
         number, changed, changing = Int32(1), Uint32(1), Uint32(1)
         while (number < iterations) & (changed != 0):
             before = held(state)

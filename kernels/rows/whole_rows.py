@@ -132,7 +132,7 @@ def row_apart(allocator: Any, thread: Any, warps: int) -> Any:
 
 
 def ask_for_row(shared: Any, address: Any, warps: int) -> None:
-    """Ask for a thread's chunks of a row; what lay there has been read."""
+    """Start to copy a thread's chunks of a row, over what it has already read."""
     for chunk, place in enumerate(places_of(warps)):
         at = place_of(chunk, 0, warps) * CHUNK_BYTES
         text = f"cp.async.cg.shared.global [{{$r0}}+{at}], [{{$r1}}+{place}], {CHUNK_BYTES};"
@@ -141,7 +141,7 @@ def ask_for_row(shared: Any, address: Any, warps: int) -> None:
 
 
 def asked_row(shared: Any, warps: int) -> list[list[Any]]:
-    """Wait for the row that was asked for, and return the words of a thread's chunks."""
+    """Wait for the copy of the next row, and return the words of a thread's chunks."""
     cute.arch.cp_async_wait_group(0)
     made = []
     for chunk in range(CHUNKS):
