@@ -44,7 +44,7 @@ from degarble.harness.engine.recover.column_parts import (
 )
 from degarble.harness.engine.recover.differences import RecoveredRule, rows_rolled, rules_of
 from degarble.harness.engine.recover.earlier_calls import earlier_rows
-from degarble.harness.engine.recover.edits import edits_of, input_by, least
+from degarble.harness.engine.recover.edits import edits_of, input_by, least, numbers_given
 from degarble.harness.engine.recover.heads import other_angles, other_heads
 from degarble.harness.engine.recover.maps import (
     Sides,
@@ -90,7 +90,6 @@ from degarble.harness.engine.recover.whole import (
 )
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number, share
-from degarble.references.linears import TENSOR_SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -667,9 +666,7 @@ def _by_inputs(context: ComponentContext, calls: Sequence[CallRecord]) -> Descri
     seen = seen_rows(context, record.inputs, sides, None)
     if seen is None:
         return None
-    for name, tensor in record.inputs.items():
-        if tensor.ndim < 2 or not tensor.is_floating_point() or tensor.itemsize == 1:
-            continue
+    for name, tensor in numbers_given(record).items():
         for found in recovered_input(seen, name):
             for wide, rule in _by_extents(found, tensor):
                 proved = _proved(context, calls, rule, partial(_ruled_input, name, wide))
@@ -752,11 +749,7 @@ def _in_columns(
     seen = seen_rows(context, record.inputs, sides, None)
     if seen is None:
         return
-    for name, tensor in record.inputs.items():
-        if tensor.ndim < 2 or not tensor.is_floating_point() or tensor.itemsize == 1:
-            continue
-        if name == TENSOR_SCALE:  # of an expert's codes, by slot: no columns of numbers
-            continue
+    for name, tensor in numbers_given(record).items():
         own = columns_of_input(seen, name)
         made = partial(_ruled_input, name, tensor.shape[-1])
         if own is not None:

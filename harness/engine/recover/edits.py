@@ -246,7 +246,7 @@ def _by_places(
 
 
 def _of_inputs(record: CallRecord) -> Iterator[FaultVariant]:
-    given = _numbers_given(record)
+    given = numbers_given(record)
     for name in given:
         for each in functions():
             yield FaultVariant(
@@ -274,7 +274,8 @@ def _of_inputs(record: CallRecord) -> Iterator[FaultVariant]:
                 )
 
 
-def _numbers_given(record: CallRecord) -> dict[str, Tensor]:
+def numbers_given(record: CallRecord) -> dict[str, Tensor]:
+    """Return the inputs that are rows of numbers; codes, their scales and bounds are none."""
     return {
         name: tensor
         for name, tensor in record.inputs.items()
@@ -286,7 +287,7 @@ def _numbers_given(record: CallRecord) -> dict[str, Tensor]:
 def _scaled_inputs(
     context: ComponentContext, sample: Sample, record: CallRecord
 ) -> Iterator[FaultVariant]:
-    for name in _numbers_given(sample.record):
+    for name in numbers_given(sample.record):
         fitted = _fitted(context, sample, partial(_scaled_input, name), 1.0)
         if fitted is None:
             continue

@@ -10,8 +10,8 @@ import torch
 
 from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs
 from degarble.harness.engine.recover.described import describe
-from degarble.harness.engine.recover.edits import edits_of
-from degarble.references.linears import CODES
+from degarble.harness.engine.recover.edits import edits_of, numbers_given
+from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X
 from degarble.suites.engine.diagnosing import PROMPTS, Double, double, run_prompts
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ def model() -> Double:
     run_prompts(candidate, PROMPTS)
     candidate.observer = None
     return replace(official, candidate=candidate, twin=twin, calls={GROUPED: tuple(calls)})
+
+
+def test_scales_of_codes_are_no_numbers_that_are_given(model: Double) -> None:
+    """FP8 has float32 scales for blocks, and experts' NVFP4 one for each slot of a token."""
+    (record, *_) = model.sights(GROUPED, FaultVariant("", with_outputs(_rows_beside)))
+    scales = {BLOCK_SCALE: torch.ones(3, 2), TENSOR_SCALE: torch.ones(3, 6), X: torch.ones(3, 8)}
+    assert list(numbers_given(replace(record, inputs={**record.inputs, **scales}))) == [X]
 
 
 def _rows_beside(_inputs: Any, outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
