@@ -167,7 +167,7 @@ def _run_all(suites: KernelSuites, markers: Sequence[str]) -> list[Suite]:
 def joined(found: Sequence[Suite]) -> list[Suite]:
     """Return suites by name, all runs of a name as one; one without an answer is broken."""
     made = []
-    for kernel, suites in groupby(sorted(found, key=lambda suite: suite.kernel), _KERNEL):
+    for kernel, suites in groupby(sorted(found, key=_KERNEL), _KERNEL):
         shares = list(suites)
         suite = Suite(
             kernel,
