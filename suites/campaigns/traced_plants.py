@@ -40,7 +40,7 @@ from degarble.harness.formats.number_formats import (
 )
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
-from degarble.harness.model.recipes import WEIGHT_FORMATS, Recipe, Rule, recipe_named
+from degarble.harness.model.recipes import Recipe, Rule, recipe_named
 from degarble.references.traced.family import logical_name
 from degarble.suites.references.traced.traced_models import built, config_of, weights_of
 from degarble.suites.support.traced_runs import judged_run, prompt, recorded
@@ -705,8 +705,7 @@ def _quantised(model: Any, run_name: str, weights: dict[str, Weight]) -> Recipe:
             made = quantise(module.weight.detach().float(), STORED[run_name], CANONICAL)
             weights[name] = Weight.of(made)
             module.weight.data = weights[name].values(torch.float32).to(module.weight.dtype)
-            if made.format.name in WEIGHT_FORMATS:
-                rules.append(Rule(name, made.format.name))
+            rules.append(Rule(name, made.format.name))
     model.stored = weights
     return Recipe(run_name, tuple(rules))
 

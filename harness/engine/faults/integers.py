@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from degarble.harness.engine.faults.model_faults import ModelFault
+    from degarble.harness.engine.faults.weight_faults import WeightStorage
     from degarble.harness.formats.quantise import QuantisedTensor
 
     Inject = Callable[[QuantisedTensor], QuantisedTensor | None]
@@ -137,9 +138,13 @@ INTEGER_GROUP_TENSOR_FAULTS = (
 
 
 def _model_fault(fault: TensorFault) -> ModelFault:
-    """Lift a fault to linears that no recipe names: integers are read as their files store them."""
+    """Lift a fault to linears of integers, whether or not a recipe names their format."""
     words = fault.signature.keywords["action"]  # type: ignore[attr-defined]
-    return of_fault(fault, words[0].lower() + words[1:], lambda kept: kept.linear and not kept.form)
+    return of_fault(fault, words[0].lower() + words[1:], _may_be_integers)
+
+
+def _may_be_integers(kept: WeightStorage) -> bool:
+    return kept.linear and (kept.form is None or isinstance(kept.form.element, TableFormat))
 
 
 INTEGER_GROUP_FAULTS = tuple(map(_model_fault, INTEGER_GROUP_TENSOR_FAULTS))

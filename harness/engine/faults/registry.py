@@ -199,7 +199,8 @@ _OF_PRODUCTS = tuple(
     }
 )  # fmt: skip
 # Faults of components that are known by what they compute and not by a role: those of any weight,
-# and those by kind.
+# and those by kind. Of faults that explain a difference equally well the first is named: those of
+# weights stand before those of the kernel that multiplies them.
 KIND_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
     {
         fault.id: fault
@@ -209,10 +210,10 @@ KIND_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
             TRACED_COMPONENT_FAULTS,
             TRACED_INPUT_FAULTS,
             TRACED_OPERATION_FAULTS,
-            _OF_PRODUCTS,
-            TRACED_PRODUCT_FAULTS,
             INTEGER_GROUP_FAULTS,
             *_OF_WEIGHTS,
+            _OF_PRODUCTS,
+            TRACED_PRODUCT_FAULTS,
         )
         for fault in family
     }
@@ -237,6 +238,12 @@ def faults_for(context: ComponentContext) -> Iterable[ModelFault]:
     """Return the faults that a component may have, by its kind where it has one."""
     known = KIND_FAULTS if context.component.kind else MODEL_FAULTS
     return (*known.values(), *_ADOPTED.get())
+
+
+def faults_of_kernel(context: ComponentContext) -> list[ModelFault]:
+    """Return the faults of a product whose operands are given: its own before stored weights'."""
+    stored = {fault.id for family in (INTEGER_GROUP_FAULTS, *_OF_WEIGHTS) for fault in family}
+    return sorted(faults_for(context), key=lambda fault: fault.id in stored)
 
 
 def plantable_faults() -> Mapping[str, ModelFault]:

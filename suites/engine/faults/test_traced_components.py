@@ -11,6 +11,9 @@ pytestmark = pytest.mark.needs("transformers")
 _QUICK = (
     ("llama", "bf16", "head scaled"),
     ("llama", "bf16", "o_proj row copied"),
+    ("llama", "bf16", "o_proj zeros"),
+    ("llama", "bf16", "o_proj half absent"),
+    ("llama", "bf16", "o_proj rows turned"),
     ("llama", "bf16", "gate and up"),
     ("llama", "bf16", "epsilon"),
     ("llama", "bf16", "factor of angles"),
@@ -20,7 +23,9 @@ _QUICK = (
     ("llama", "bf16", "no residual"),
     ("llama", "fp32", "layer norm"),
     ("llama", "nvfp4", "nibbles swapped"),
+    ("llama", "int4", "zero points off by one"),
     ("gpt_oss", "bf16", "no bias"),
+    ("gpt_oss", "bf16", "o_proj negated"),
     ("gpt_oss", "bf16", "no sinks"),
     ("qwen3_moe", "bf16", "experts exchanged"),
 )

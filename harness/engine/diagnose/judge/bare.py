@@ -18,7 +18,7 @@ from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.diagnose.judge.report import Causes, NamedCause
 from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
-from degarble.harness.engine.faults.registry import faults_for
+from degarble.harness.engine.faults.registry import faults_of_kernel
 from degarble.harness.engine.faults.traced.unquantised import unquantised_faults
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import NibbleOrder, ScaleDirection
@@ -264,7 +264,7 @@ def product_causes(
         kind, given = _inputs(each.x)
         if kind == form:
             records.append(_record(context, given, output))
-    faults = list(faults_for(context))
+    faults = faults_of_kernel(context)
     if reference:
         quantised = {"x": product.x.quantised, "w": product.w.quantised}
         faults += unquantised_faults(reference, quantised)

@@ -32,7 +32,7 @@ from degarble.harness.engine.faults.traced.operations import (
     traced_facts,
     variant_of,
 )
-from degarble.harness.engine.faults.weight_faults import some_rows
+from degarble.harness.engine.faults.weight_faults import numbers_of, some_rows
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
@@ -194,6 +194,7 @@ def _gains_fitted(context: ComponentContext, record: CallRecord) -> Iterator[Fau
     c, e = record.outputs.get("out"), record.expected.get("out")
     if c is None or e is None or c.shape != e.shape or not e.is_floating_point():
         return
+    yield from _gains_before_bias(context, record)
     gain = of_record(record) or faint(c, e)
     if gain is not None and math.isfinite(gain):
         yield from _gain_at(context, gain, None)
@@ -211,6 +212,27 @@ def _gains_fitted(context: ComponentContext, record: CallRecord) -> Iterator[Fau
     gain = of_record(part) or faint(part.outputs["out"], part.expected["out"])
     if gain is not None and math.isfinite(gain) and rows != (0, flat(c).shape[1]):
         yield from _gain_at(context, gain, rows)
+
+
+def _gains_before_bias(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    """Yield factors on the weight of a linear whose bias they leave as it is."""
+    name = _matrix(context)
+    bias = next((n for n in context.weights if n.endswith("bias")), None)
+    if name is None or bias is None or context.component.kind != "traced.linear":
+        return
+    added = numbers_of(context.weights[bias]).double()
+    less = replace(
+        record,
+        outputs={"out": record.outputs["out"].double() - added},
+        expected={"out": record.expected["out"].double() - added},
+    )  # fmt: skip
+    gain = of_record(less)
+    if gain is None or not math.isfinite(gain):
+        return
+    for value in dict.fromkeys(float(f"{gain:.{digits}g}") for digits in (1, 2, 3, 4)):
+        if value != 1:
+            words = f"{gain_text(value)} stored in the weight and not in the bias"
+            yield variant_of(context, words, _stored_gain(name, value, None), gain=value)
 
 
 def _router_gains(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
