@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +24,7 @@ from itertools import groupby, product
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +32,7 @@ from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import SPEED
 from degarble.harness.nightly.night import NightConfig, StepResult
 from degarble.harness.report.number_text import share
+from degarble.harness.report.progress import duration
 from degarble.harness.report.verdict import Verdict
 from degarble.kernels.runtime.modules import MODULES
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
@@ -44,7 +47,9 @@ NO_SUITES = (
     "No suites of kernels are installed. Run it in a checkout of degarble, after: pip install -e ."
 )
 _LONG = 200  # characters of what a failing case says
+_SLOWEST = 5  # suites whose time is told
 _RUNNING: set[int] = set()  # sessions of suites
+_STOPPED = Event()  # no suite begins any more
 _SHARES = "degarble.harness.plugins.shares"
 _KERNEL = attrgetter("kernel")
 _NO_CASES = 5  # status of pytest; 0 and 1 are answers
@@ -96,6 +101,7 @@ class Suite:
     first: str = ""
     broken: str = ""  # why there is no answer
     left: str = ""  # how many cases were not decided, and why the first was not
+    seconds: float = 0.0  # of its longest process
 
     @property
     def verdict(self) -> Verdict:
@@ -139,29 +145,43 @@ def kernels(config: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
             for suite in wrong
         ),
         judged=tuple(f"kernels.{suite.kernel}" for suite in found),
+        facts={"longest suites": _longest(found)},
         lines=tuple(f"{e.kernel}: {e.sentence}" for e in found if e in wrong or e.left),
         rows=tuple((suite.kernel, str(suite.verdict), suite.sentence) for suite in found),
     )
 
 
+def _longest(found: Sequence[Suite]) -> str:
+    """Say which suites took longest: they are the ones to divide among more processes."""
+    slowest = sorted(found, key=lambda suite: -suite.seconds)[:_SLOWEST]
+    return ", ".join(f"{suite.kernel} {duration(suite.seconds)}" for suite in slowest)
+
+
 def _run_all(suites: KernelSuites, markers: Sequence[str]) -> list[Suite]:
     """Run every suite of a device, what takes longest first; return results by name."""
-    with (
-        TemporaryDirectory() as folder,
-        ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool,
-    ):
-        runs = [
-            (Path(folder) / f"{number}.xml", markers, run)
-            for number, run in enumerate(runs_of(suites, markers))
-        ]
-        try:
-            found = list(pool.map(lambda run: run_suite(*run), runs))
-        except BaseException:  # an interrupted night ends what it started
-            pool.shutdown(wait=False, cancel_futures=True)
-            for group in tuple(_RUNNING):
-                _end(group)
-            raise
-        return joined(found)
+    try:
+        with (
+            TemporaryDirectory() as folder,
+            ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool,
+        ):
+            runs = [
+                (Path(folder) / f"{number}.xml", markers, run)
+                for number, run in enumerate(runs_of(suites, markers))
+            ]
+            try:
+                return joined(list(pool.map(lambda run: run_suite(*run), runs)))
+            except BaseException:  # an interrupted night ends what it started
+                stop()
+                raise
+    finally:
+        _STOPPED.clear()
+
+
+def stop() -> None:
+    """End the suites that run, and let no other begin."""
+    _STOPPED.set()
+    for group in tuple(_RUNNING):
+        _end(group)
 
 
 def joined(found: Sequence[Suite]) -> list[Suite]:
@@ -176,6 +196,7 @@ def joined(found: Sequence[Suite]) -> list[Suite]:
             next((share.first for share in shares if share.first), ""),
             "; ".join(share.broken for share in shares if share.broken),
             "; ".join(share.left for share in shares if share.left),
+            max(share.seconds for share in shares),
         )
         if suite.left and not (suite.cases or suite.broken):
             suite = replace(suite, broken=f"skipped every case: {suite.left}")
@@ -213,6 +234,8 @@ def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     """Run a file, or a part of it, in its own process."""
     path, of_kernel, own_share = run
     kernel, which = run.name, f"share {own_share} " if own_share else ""
+    if _STOPPED.is_set():
+        return Suite(kernel, broken=f"{which}did not begin, since the night was stopped")
     line = [sys.executable, "-m", "pytest", "-q", "-m", " or ".join(markers)]
     if of_kernel:
         longer = [name for name in MODULES if of_kernel in name and name != of_kernel]
@@ -222,6 +245,7 @@ def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     line += ["-p", "no:cacheprovider", "--junitxml", str(report), str(path)]
     environment = {k: v for k, v in os.environ.items() if k not in _NIGHT_VARIABLES}
     environment["CI"] = "true"  # a package that is missing fails its cases, instead of hiding them
+    begun = time.monotonic()
     status, said = _ended(line, environment)
     if status is None:
         return Suite(kernel, broken=f"{which}did not end in {SUITE_SECONDS // 60} minutes")
@@ -230,7 +254,7 @@ def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     if status not in (0, 1) or not report.exists():
         last = " ".join(said.split())[-_LONG:]
         return Suite(kernel, broken=f"{which}broke off with status {status}: {last}")
-    suite = suite_of(kernel, report)
+    suite = replace(suite_of(kernel, report), seconds=time.monotonic() - begun)
     # Pytest failed outside of any case, for example in a fixture's teardown.
     if status and suite.verdict is Verdict.AGREES:
         return Suite(kernel, broken=f"{which}ended with status {status}, and no case failed")
@@ -244,6 +268,8 @@ def _ended(line: Sequence[str], environment: Mapping[str, str]) -> tuple[int | N
         start_new_session=True,
     ) as process:  # fmt: skip
         _RUNNING.add(process.pid)
+        if _STOPPED.is_set():  # since it was started
+            _end(process.pid)
         try:
             said, _ = process.communicate(timeout=SUITE_SECONDS)
         except subprocess.TimeoutExpired:

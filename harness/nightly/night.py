@@ -9,8 +9,11 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime
+from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, Undecided, UnwritablePath
@@ -237,7 +240,9 @@ LEDGER = "ledger"  # the step that no entry excuses
 class NightStep:
     """One step. `needs` are the steps whose results it gets; with `all_before` it gets all.
 
-    `screens`: it can look at samples first, which takes less time.
+    `screens`: it can look at samples first, which takes less time. A step with `stop` computes in
+    processes of its own. It begins when what it needs is done, and runs beside the steps in front
+    of it; `stop` ends it before its time.
     """
 
     name: str
@@ -245,6 +250,7 @@ class NightStep:
     needs: tuple[str, ...] = ()
     all_before: bool = False
     screens: bool = False
+    stop: Callable[[], None] | None = None
 
 
 class Night:
@@ -263,6 +269,7 @@ class Night:
         self.results: dict[str, StepResult] = {}
         self.continued: list[str] = []  # answered from the journal
         self.crashed: list[str] = []  # ended by an error that is none of ours
+        self._beside: dict[str, Future[StepResult]] = {}  # that run beside other steps
 
     def result(self, name: str) -> StepResult:
         """Run a step after those that it needs, or read its result from the journal."""
@@ -270,6 +277,7 @@ class Night:
             return self.results[name]
         step = self._steps[name]
         given = {each: self.result(each) for each in self._needed(step)}
+        self._begin_beside()
         key = self._key_with(name, given)
         result = self._kept(name, key)
         if result is not None:
@@ -286,6 +294,18 @@ class Night:
             self.journal.write(name, key, result)
         self.results[name] = result
         return result
+
+    def _begin_beside(self) -> None:
+        """Begin the steps that run beside others, where what they need is done."""
+        for step in self._steps.values():
+            begun = step.name in self.results or step.name in self._beside
+            if step.stop is None or begun or not set(step.needs) <= set(self.results):
+                continue
+            given = {each: self.results[each] for each in step.needs}
+            if self._kept(step.name, self._key_with(step.name, given)) is None:
+                self._beside[step.name] = Future()
+                work = partial(_work, step, self.asked, given, self._beside[step.name])
+                Thread(target=work, name=step.name, daemon=True).start()
 
     def _needed(self, step: NightStep) -> Sequence[str]:
         return self._order[: self._order.index(step.name)] if step.all_before else step.needs
@@ -315,7 +335,10 @@ class Night:
         later = [self._steps[name] for name in self._order[self._order.index(step.name) + 1 :]]
         screen = self.budget.must_screen(step, later)
         before, begun = _bytes_in(self.asked.folder), time.monotonic()
-        result = step.run(replace(self.asked, screen=screen), given)
+        if step.name in self._beside:
+            result = self._beside[step.name].result()  # it costs what is left to wait for
+        else:
+            result = step.run(replace(self.asked, screen=screen), given)
         grown = max(0, _bytes_in(self.asked.folder) - before)
         cost = StepCost(time.monotonic() - begun, grown, self.asked.night)
         # A check that judged nothing says nothing about how long one takes.
@@ -384,11 +407,27 @@ class Night:
 
     def close(self) -> None:
         """End the night: a complete one is never continued, a green one keeps no captures."""
+        for name, result in self._beside.items():
+            stop = self._steps[name].stop
+            if stop is not None and not result.done():  # the night was interrupted
+                stop()
         if not self.complete:
             return
         self.journal.finish()
         if self.verdict is Verdict.AGREES:
             shutil.rmtree(self.asked.work / CAPTURES, ignore_errors=True)
+
+
+def _work(
+    step: NightStep,
+    config: NightConfig,
+    given: Mapping[str, StepResult],
+    future: Future[StepResult],
+) -> None:
+    try:
+        future.set_result(step.run(config, given))
+    except BaseException as error:  # noqa: BLE001  raised where the step's turn comes
+        future.set_exception(error)
 
 
 def costs_of(config: NightConfig) -> NightCosts:

@@ -168,7 +168,9 @@ def _attention(width: int, entries: tuple[str, ...]) -> Callable[[], None]:
                 attention_checks.on_device(case, attention_checks.drawn(case))
         if width == rows.WITH_KEY:  # several pairs of tiles, each way in which splits end
             for entry, (splits, near) in product(entries, ((1, 330), (2, 700), (3, 700), (4, 700))):
-                case = replace(plain, entry=entry, heads=9, near=near, mode="decode", splits=splits)
+                case = replace(
+                    plain, entry=entry, heads=9, near=near, far=None, mode="decode", splits=splits
+                )
                 attention_checks.on_device(case, attention_checks.drawn(case))
 
     return launch

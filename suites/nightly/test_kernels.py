@@ -182,6 +182,27 @@ def test_an_interrupted_night_ends_its_suites(
     assert ends(int(child.read_text()))
 
 
+def test_stopped_suites_end_and_no_other_begins(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    child = tmp_path / "child"
+    (tmp_path / "kernels" / "test_hangs.py").write_text(f"# mark.h200\n{HANGS.format(child=child)}")
+    for number in range(night_kernels.PROCESSES):
+        path = tmp_path / "kernels" / f"test_{number}.py"
+        path.write_text("# mark.h200\nimport time\ndef test_long(): time.sleep(600)\n")
+    found: list[Suite] = []
+    work = threading.Thread(
+        target=lambda: found.extend(night_kernels._run_all(suites_in(tmp_path), ("h200",)))
+    )
+    work.start()
+    until(lambda: child.exists() and bool(child.read_text()))
+    night_kernels.stop()
+    work.join(60)
+    assert not work.is_alive()
+    assert len(found) == night_kernels.PROCESSES + 1
+    assert all(suite.broken for suite in found)
+    assert ends(int(child.read_text()))
+
+
 def test_skipping_every_case_is_no_agreement(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text('<testsuites><testcase name="a"><skipped/></testcase></testsuites>')
@@ -229,10 +250,11 @@ def test_the_step_names_the_kernel_that_fails(
     assert result.judged == ("kernels.bad", "kernels.good")
     assert [failure.component for failure in result.failures] == ["kernels.bad"]
     assert result.lines == ("bad: 2 of 5 cases fail, first test_tail[3]: 4 differ",)
-    said["bad"] = Suite("bad", 5)
+    said |= {"bad": Suite("bad", 5, seconds=61.0), "good": Suite("good", 7, seconds=200.0)}
     result = night_kernels.kernels(asked(tmp_path), {})
     assert result.verdict is Verdict.AGREES
     assert result.sentence == "2 suites of kernels agree with definitions in 12 cases."
+    assert result.facts == {"longest suites": "good 3 min 20 s, bad 1 min 01 s"}
     said.update(good=Suite("good"), bad=Suite("bad"))
     assert night_kernels.kernels(asked(tmp_path), {}).red, "nothing ran, and it was asked for"
 

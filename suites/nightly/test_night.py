@@ -11,6 +11,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,84 @@ def test_an_interrupted_night_continues(tmp_path: Path) -> None:
     assert night.continued == ["first"]
     assert night.asked.started == begun
     assert night.results["second"] == RED
+
+
+def _beside(result: StepResult | BaseException) -> tuple[list[NightStep], list[str], Event]:
+    """Return steps of which the last one runs beside the second, what happened, and its end."""
+    said: list[str] = []
+    begun, ended = Event(), Event()
+
+    def first(_config: NightConfig, _given: object) -> StepResult:
+        assert not begun.is_set(), "what it needs is not done"
+        return GREEN
+
+    def second(_config: NightConfig, _given: object) -> StepResult:
+        assert begun.wait(60)
+        said.append("second")
+        ended.set()
+        return GREEN
+
+    def long(_config: NightConfig, given: object) -> StepResult:
+        assert given == {"first": GREEN}
+        begun.set()
+        assert ended.wait(60)
+        said.append("long")
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def stop() -> None:
+        said.append("stopped")
+        ended.set()
+
+    made = [NightStep("first", first), NightStep("second", second)]
+    return [*made, NightStep("long", long, ("first",), stop=stop)], said, begun
+
+
+def test_a_long_step_runs_beside_those_in_front_of_it(tmp_path: Path) -> None:
+    made, said, _ = _beside(GREEN)
+    night = Night(asked(tmp_path), made)
+    assert night.run() is Verdict.AGREES
+    night.close()
+    assert said == ["second", "long"]
+
+
+def test_a_step_beside_others_is_not_begun_again_by_a_night_that_continues(tmp_path: Path) -> None:
+    made, said, _ = _beside(RED)
+    assert Night(asked(tmp_path), made).run() is Verdict.DIFFERS
+    again = Night(asked(tmp_path), made)
+    assert again.run() is Verdict.DIFFERS
+    assert again.continued == ["first", "second", "long"]
+    assert said == ["second", "long"]
+
+
+def test_what_a_step_beside_others_raises_counts_at_its_turn(tmp_path: Path) -> None:
+    made, _, _ = _beside(InvalidArgument("kernels", 3, "some", "Give some."))
+    night = Night(asked(tmp_path), made)
+    assert night.result("first") == night.result("second") == GREEN
+    assert night.result("long").verdict is Verdict.REFUSED
+    crashing, _, _ = _beside(ZeroDivisionError("crash"))
+    (tmp_path / "model" / "weights").write_text("two")
+    night = Night(asked(tmp_path), crashing)
+    with pytest.raises(ZeroDivisionError):
+        night.run()
+    assert night.crashed == ["long"]
+
+
+def test_an_interrupted_night_stops_the_step_beside_it(tmp_path: Path) -> None:
+    made, said, begun = _beside(GREEN)
+
+    def interrupted(_config: NightConfig, _given: object) -> StepResult:
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    made[1] = replace(made[1], run=interrupted)
+    night = Night(asked(tmp_path), made)
+    with pytest.raises(KeyboardInterrupt):
+        night.run()
+    night.close()
+    assert said[0] == "stopped"
+    assert night.missing == ["second", "long"]
 
 
 def test_another_compiler_of_kernels_is_reported_and_begins_anew(

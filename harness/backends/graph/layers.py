@@ -595,10 +595,11 @@ class V32Steps(DecoderSteps):
         q = self._query(w, heads, table)
         self.meet()
         keys = KeyList(chosen.shape[1], self.room.pages(EVERY, WITH_KEY))
-        mode = "decode" if self.rows == self.room.lanes else "prefill"
         count = c.num_attention_heads
+        # A piece of a prompt as well: prefill sums in another order, and a token of a piece has to
+        # have the bits that it has in a step of its own.
         problem = AttentionProblem(
-            len(x), count, keys, mode=mode, splits=self.splits(count, keys), scale=self._scale
+            len(x), count, keys, mode="decode", splits=self.splits(count, keys), scale=self._scale
         )
         out = self.kernels.run(
             "sm90_sparse_attention", problem, q=q, sink=None,
