@@ -44,6 +44,7 @@ from degarble.harness.backends.graph.weights import AttentionWeights, V4Layout
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt, UnknownName
 from degarble.harness.inference.model import OpenModel, open_model
 from degarble.harness.model.recipes import Recipe, Rule
+from degarble.kernels.attention.problem import choose_splits
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.moe import by_row_problem
 from degarble.references.binding import BoundModel
@@ -599,6 +600,21 @@ def test_pieces_end_where_rows_do_and_rest_writes_nothing(decoder_v32_opened: Op
     assert hidden.shape == (71, decoder_v32_opened.config.hidden_size)
     rows = decoder.memories[0].rows.view(torch.bfloat16).reshape(-1, 576)
     assert int((rows != 0).any(1).sum()) == 71
+
+
+def test_pieces_attend_in_the_order_of_steps(decoder_v32_opened: OpenModel) -> None:
+    """Prefill sums in another order on Hopper, which stand-ins do not show."""
+    ways: dict[int, set[tuple[str, int]]] = {}
+
+    def seen(kernel: str, problem: Any, _given: dict[str, Any]) -> None:
+        if kernel == "sm90_sparse_attention":
+            ways.setdefault(problem.tokens, set()).add((problem.mode, choose_splits(problem)))
+
+    decoder = decoder_of(decoder_v32_opened, seen)
+    speaker = DecoderLogitsModel(decoder_v32_opened.logits_model.bound, decoder)
+    speaker.hidden([Sequence() for _ in range(2)], [torch.full((n,), 7) for n in (70, 1)])
+    assert set(ways) == {PIECE, 3}
+    assert ways[PIECE] == ways[3]
 
 
 def test_caches_have_v32s_entries_and_others_are_refused(decoder_v32_opened: OpenModel) -> None:
