@@ -88,6 +88,11 @@ def shared_words(address: Any, count: int) -> list[Any]:
     return list(emit(text, [Uint32] * count, address))
 
 
+def shared_byte(address: Any) -> Any:
+    """Read a byte of shared memory."""
+    return emit("ld.shared.u8 {$w0}, [{$r0}];", [Uint32], address)
+
+
 def give_back(barrier: Any, words: list[Any], zero: Any, one: Any) -> None:
     """Arrive with one thread after every lane of the warp has received `words`; `zero` is 0."""
     # Trap: neither bar.warp.sync nor the release of an arrival waits for reads under way (the
@@ -120,6 +125,11 @@ def early_word(address: Any) -> Any:
     return emit("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", [Uint32], address)
 
 
+def early_number(address: Any) -> Any:
+    """Read a float32 of weights before the wait, apart from reads that come behind it."""
+    return emit("ld.relaxed.gpu.global.f32 {$w0}, [{$r0}];", [Float32], address)
+
+
 def global_byte(address: Any) -> Any:
     """Read a byte of global memory."""
     text = "{ .reg .u16 byte; ld.global.u8 byte, [{$r0}]; cvt.u32.u16 {$w0}, byte; }"
@@ -132,15 +142,22 @@ def global_half(address: Any) -> Any:
     return emit(text, [Uint32], address)
 
 
+def global_words(address: Any, count: int) -> list[Any]:
+    """Read 8 or 16 bytes of global memory."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    text = f"ld.global.v{count}.b32 {{{names}}}, [{{$r0}}];"
+    return list(emit(text, [Uint32] * count, address))
+
+
 def chosen_bytes(low: Any, high: Any, selector: Any) -> Any:
     """Return the bytes of two words that a selector names (prmt)."""
     return emit("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], low, high, selector)
 
 
 def store_words(address: Any, words: list[Any]) -> None:
-    """Write 16 bytes to shared memory."""
-    text = "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
-    emit(text, [], address, *words)
+    """Write 8 or 16 bytes to shared memory."""
+    names = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
+    emit(f"st.shared.v{len(words)}.b32 [{{$r0}}], {{{names}}};", [], address, *words)
 
 
 def store_number(address: Any, number: Any) -> None:
@@ -297,16 +314,27 @@ def as_halves(word: Any) -> Any:
     return emit(text, [Uint32], word)
 
 
+def halves_of(numbers: list[Any]) -> list[Any]:
+    """Round float32 numbers to FP16, nearest even, two a word, the first in the low half."""
+    return [
+        emit("cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", [Uint32], *pair)
+        for pair in zip(numbers[0::2], numbers[1::2], strict=True)
+    ]
+
+
 def paired(words: list[Any], native: bool) -> list[Any]:
     """Return eight activations in the order in which `decoded` gives weights."""
     if native:
         return words
     # Pairs of activations j and j + 4, as bf16_pairs decodes codes j and j + 4 together.
-    halves = ("0x5410", "0x7632")
+    return [word for i in range(2) for word in paired_halves(words[i], words[i + 2])]
+
+
+def paired_halves(low: Any, high: Any) -> list[Any]:
+    """Return the lower halves of two words, and the upper ones."""
     return [
-        emit(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {half};", [Uint32], words[i], words[i + 2])
-        for i in range(2)
-        for half in halves
+        emit(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", [Uint32], low, high)
+        for order in ("0x5410", "0x7632")
     ]
 
 

@@ -2,18 +2,23 @@
 
 It is what sm90_moe_by_row launches where matrices have whole lines and whole 128 rows
 (w4a16_walk_problem). Units of all rows' matrices are divided evenly among as many thread blocks as
-are there at once, and each walks its share. Roles of 18 warps:
-* one asks the copy engine for boxes of codes and scales, `form.stages` stages ahead;
+are there at once, and each walks its share. Roles of 17 warps:
 * 16 multiply, a part of K each. A warp brings its part of a row of activations to its own memory
   when the row changes; where those are not decoded yet, it quantises and decodes them on the way.
   For each unit it waits for stage after stage, decodes, multiplies by mma.sync and gives the stage
-  back; then it leaves its sums in one of SUM_BUFFERS places and goes on;
-* one adds the parts of a unit in the order of their number, scales, rounds, and writes.
-Barriers, each with a full and an empty phase: a stage (1 arrival plus bytes; 16), a buffer of sums
-(16; 1). A stage is given back behind a vote on what was read, as in sm90_gemm_w4a16.
+  back; then it leaves its sums in the next of SUM_BUFFERS places and goes on;
+* one asks the copy engine for boxes of codes and scales, `form.stages` stages ahead, and adds the
+  parts of the unit that lies `form.lag` behind: in the order of their number; scales, rounds, and
+  writes.
+Rounds along K are written out. Where some parts of K have a step less, their warps have a text of
+their own, so that no branch stands between two steps.
+Barriers: a stage has a full and an empty one (1 arrival plus bytes; 16), given back behind a vote
+on what was read, as in sm90_gemm_w4a16. A place of sums has a full one (16). It needs no empty
+one: a unit's copies are asked for after the sums whose place it takes were added up.
 
-Early (`form.early`): the loading warp does not wait for the previous launch. What it reads must be
-older than that: weights that nothing writes, and the experts' numbers of a router that ended before
+Early (`form.early`): the loading warp does not wait for the previous launch until it adds up, and
+the scale with which the first row is quantised is read early. What is read must be older than
+that launch: weights that nothing writes, and the experts' numbers of a router that ended before
 the previous launch let this one begin. Where numbers come from a router, the launch in front of
 such a form calls `wait_then_let_follow` first.
 Shape letters: N outputs, K columns.
@@ -27,7 +32,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
+from degarble.harness.formats.layouts import SWIZZLE_128X4
 from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.gemm import w4a16_problem as product
 from degarble.kernels.gemm import w4a16_walk_problem as facts
@@ -42,10 +47,11 @@ from degarble.kernels.gemm.sm90_gemm_w4a16 import (
 from degarble.kernels.gemm.w4a16_walk_problem import DECODED, W4A16WalkForm
 from degarble.kernels.moe.problem import NONE
 from degarble.kernels.primitives import device_words as words
-from degarble.kernels.primitives.e2m1 import PAIRS
-from degarble.kernels.primitives.quantise_problem import SWIGLU, VALUES
+from degarble.kernels.primitives.e2m1 import PAIRS, e2m1_rounded
+from degarble.kernels.primitives.quantise_problem import BLOCK, SWIGLU, VALUES
 from degarble.kernels.runtime.pdl import EARLY, wait_for_front, wait_then_let_follow
 
+VECTOR = 8  # values of half a block
 NOBODY = 0xFFFF_FFFF  # the number of no row and of no matrix
 SECOND_HALF = 8 * facts.LINE  # bytes from a place's codes to those of the eighth after it
 
@@ -67,7 +73,6 @@ class WalkTask(NamedTuple):
     end: Any
     outputs: Any
     columns: Any
-    rounds: Any
     of_matrix: Any  # tiles
     shared: Any  # rows of the shared expert, which come first
     routed: Any  # experts
@@ -75,11 +80,11 @@ class WalkTask(NamedTuple):
     chosen: Any  # experts of a token
 
 
-def memory_of(rounds: Any, form: W4A16WalkForm) -> WalkMemory:
+def memory_of(form: W4A16WalkForm) -> WalkMemory:
     """Divide the shared memory."""
     ring = Uint32(cute.arch.get_dyn_smem(Uint8, facts.ALIGNMENT).toint())
     kept = ring + form.stages * facts.STAGE_BYTES
-    sums = kept + rounds * (facts.WARPS * facts.STEP_BYTES)
+    sums = kept + form.rounds * (facts.WARPS * facts.STEP_BYTES)
     full = sums + facts.SUM_BUFFERS * facts.SUM_BYTES
     return WalkMemory(ring, kept, sums, full, full + 2 * EMPTY)
 
@@ -96,11 +101,11 @@ def expert_of_row(row: Any, address: Any, read: Any, task: WalkTask) -> Any:
     return product.expert_of(row, number, (task.shared, task.routed, task.experts))
 
 
-# ---- the warp that loads -------------------------------------------------------------------------
+# ---- the warp that loads and adds up -------------------------------------------------------------
 
 
 @cute.jit
-def load_units(
+def feed_units(
     views: tuple[Any, ...],
     pointers: tuple[Any, ...],
     memory: WalkMemory,
@@ -108,30 +113,47 @@ def load_units(
     lane: Uint32,
     form: cutlass.Constexpr,
 ) -> None:
-    """Ask for all stages in turn, as soon as there is space."""
+    """Ask for all stages in turn, as soon as there is space; `form.lag` units behind, add up."""
     read = ptx.early_word if form.early else ptx.global_word
     at, phase = Uint32(0), Uint32(1)  # of a fresh barrier phase 1 counts as ended
+    buffer, sums_phase = Uint32(0), Uint32(0)
     unit, matrix, end = first_of(task, form)
+    added, of, last = first_of(task, form)
     now, first_block = Uint32(NOBODY), Uint32(0)
+    known, scale, pending = Uint32(NOBODY), Float32(0.0), Uint32(0)
     of_matrix = task.outputs // SWIZZLE_128X4.row_tile
-    while unit < task.end:
-        if unit * form.tiles >= end:
-            matrix, end = matrix + 1, end + task.of_matrix
-        if matrix != now:
-            row = matrix // form.products
-            expert = expert_of_row(row, pointers[6].toint(), read, task)
-            first_block = (expert * form.products + matrix % form.products) * of_matrix
-            now = matrix
-        tile = unit * form.tiles + task.of_matrix - end
-        place = tile % 8, first_block + tile // 8
-        for round_ in cutlass.range(Int32(0), Int32(task.rounds), unroll=1):
-            barrier = memory.full + at * 8
-            ptx.await_phase(barrier + EMPTY, phase)
-            ptx.expect(barrier, Uint32(facts.STAGE_BYTES), lane == 0)
-            stage = memory.ring + at * facts.STAGE_BYTES
-            copy_unit(views, (*place, Uint32(round_)), (stage, barrier), form)
-            at, phase = next_place(at, phase, form.stages)
-        unit = unit + 1
+    while added < task.end:
+        if unit < task.end:
+            if unit * form.tiles >= end:
+                matrix, end = matrix + 1, end + task.of_matrix
+            if matrix != now:
+                row = matrix // form.products
+                expert = expert_of_row(row, pointers[6].toint(), read, task)
+                first_block = (expert * form.products + matrix % form.products) * of_matrix
+                now = matrix
+            tile = unit * form.tiles + task.of_matrix - end
+            place = tile % 8, first_block + tile // 8
+            for round_ in cutlass.range(Int32(0), Int32(form.rounds), unroll=1):
+                barrier = memory.full + at * 8
+                ptx.await_phase(barrier + EMPTY, phase)
+                ptx.expect(barrier, Uint32(facts.STAGE_BYTES), lane == 0)
+                stage = memory.ring + at * facts.STAGE_BYTES
+                copy_unit(views, (*place, Uint32(round_)), (stage, barrier), form)
+                at, phase = next_place(at, phase, form.stages)
+            unit, pending = unit + 1, pending + 1
+        if (unit >= task.end) | (pending > form.lag):
+            if cutlass.const_expr(form.early):
+                wait_for_front()
+            if added * form.tiles >= last:
+                of, last = of + 1, last + task.of_matrix
+            if of != known:
+                scale = scale_of(pointers, of, task, form)
+                known = of
+            add_unit(
+                pointers, memory, task, (added, of, last, lane, buffer, sums_phase), scale, form
+            )
+            buffer, sums_phase = next_place(buffer, sums_phase, facts.SUM_BUFFERS)
+            added, pending = added + 1, pending - 1
 
 
 def copy_unit(
@@ -153,10 +175,12 @@ def copy_unit(
 # ---- the warps that multiply ---------------------------------------------------------------------
 
 
-def four_words(address: Any) -> list[Any]:
-    """Read 16 bytes of global memory."""
-    text = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
-    return list(ptx.emit(text, [Uint32] * 4, address))
+def input_scale(row: Any, pointers: tuple[Any, ...], reads: Any, task: WalkTask) -> Any:
+    """Return the scale with which a row is quantised, its expert's."""
+    of_number, of_scale = reads
+    expert = expert_of_row(row, pointers[6].toint(), of_number, task)
+    expert = Int64(ops.select(expert < task.experts, expert, Uint32(0)))
+    return of_scale(pointers[5].toint() + expert * 4)
 
 
 @cute.jit
@@ -164,54 +188,76 @@ def keep_row(
     pointers: tuple[Any, ...],
     own: Uint32,
     task: WalkTask,
-    place: tuple[Any, Any, Any],
+    of: tuple[Any, Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
     """Bring a warp's part of a row to its own memory, in the order in which mma pairs weights.
 
-    Half a block of 16 a lane and two rounds at once; the halves of a block are neighbours.
+    A lane brings half a block of 16, of two rounds at once; or a quarter, where a round is all.
     """
-    row, lane, part = place
+    row, lane, part, scale = of
+    each, lanes = form.kept_values, product.STEP // form.kept_values
     source: Any = row
-    scaling: Any = None
     if cutlass.const_expr(form.source != DECODED):
-        expert = expert_of_row(row, pointers[6].toint(), ptx.global_word, task)
-        expert = Int64(ops.select(expert < task.experts, expert, Uint32(0)))
-        scaling = words.scaling_of(ptx.global_number(pointers[5].toint() + expert * 4), None)
         slot = product.slot_of(row, task.shared)
         of_token = ops.select(row < task.shared, row, slot // task.chosen)
         source = of_token if form.source == VALUES.name else row * 2
     cute.arch.sync_warp()  # all lanes have read the row before
-    for pair in cutlass.range(Int32(0), Int32(task.rounds), 2, unroll=1):
-        round_ = Uint32(pair) + lane // 16
-        value = (round_ * product.PARTS + part) * product.STEP + lane % 16 * 8
-        inside = (round_ < task.rounds) & (value < task.columns)
+    for first in cutlass.range(Int32(0), Int32(form.rounds), LANES // lanes, unroll=1):
+        round_ = Uint32(first) + lane // lanes
+        value = (round_ * product.PARTS + part) * product.STEP + lane % lanes * each
+        inside = (round_ < form.rounds) & (value < task.columns)
         value = ops.select(inside, value, Uint32(0))
         at = pointers[0].toint() + (Int64(source) * Int64(task.columns) + Int64(value)) * 2
-        read = four_words(at)
-        if cutlass.const_expr(form.source == SWIGLU.name):
-            up = four_words(at + Int64(task.columns) * 2)
-            read = words.swiglu_words(read, up, form.limit)
-        if cutlass.const_expr(form.source != DECODED):
-            largest = words.block_amax(read)
-            other = cute.arch.shuffle_sync_bfly(largest, offset=1)
-            code = words.scale_code_of(ops.maximum(largest, Float32(other)), scaling.share)
-            factor = ops.nvfp4_block_encode_scale(code, scaling.encode)
-            read = words.nvfp4_values(words.half_code_word(read, factor, form.target), code)
-        if inside:
-            to = own + round_ * facts.STEP_BYTES + lane % 16 * 16
-            ptx.store_words(to, ptx.paired([ptx.as_halves(word) for word in read], False))
+        read = ptx.global_words(at, each // 2)
+        halves: Any = None
+        if cutlass.const_expr(form.source == DECODED):
+            halves = [ptx.as_halves(word) for word in read]
+        else:
+            up: Any = None
+            if cutlass.const_expr(form.source == SWIGLU.name):
+                up = ptx.global_words(at + Int64(task.columns) * 2, each // 2)
+            scaling = words.scaling_of(scale, None)  # while the values are on their way
+            if cutlass.const_expr(form.source == SWIGLU.name):
+                read = words.swiglu_words(read, up, form.limit)
+            halves = quantised_halves(read, scaling)
+        if cutlass.const_expr(each == VECTOR):
+            if inside:
+                to = own + round_ * facts.STEP_BYTES + lane % lanes * 16
+                ptx.store_words(to, ptx.paired(halves, False))
+        else:
+            # The block's half has a neighbour's words as well: this lane's are of both quarters.
+            odd = lane % 2 == 1
+            sent = ops.select(odd, halves[0], halves[1])
+            got = Uint32(cute.arch.shuffle_sync_bfly(sent, offset=1))
+            low, high = ops.select(odd, got, halves[0]), ops.select(odd, halves[1], got)
+            if inside:
+                ptx.store_words(own + lane * 8, ptx.paired_halves(low, high))
     cute.arch.sync_warp()
 
 
-class WalkLane(NamedTuple):
-    """A lane's addresses in the first stage and round, and the bytes of scales that it selects."""
+def quantised_halves(read: list[Any], scaling: Any) -> list[Any]:
+    """Return words of two BF16 quantised and decoded, as FP16; a block's lanes are neighbours."""
+    largest = words.block_amax(read)
+    distance = 1
+    while distance < BLOCK // (2 * len(read)):
+        other = cute.arch.shuffle_sync_bfly(largest, offset=distance)
+        largest = ops.maximum(largest, Float32(other))
+        distance *= 2
+    code = words.scale_code_of(largest, scaling.share)
+    factor = ops.nvfp4_block_encode_scale(code, scaling.encode)
+    scaled = [ops.multiply_rn(number, factor) for number in words.numbers_of(read)]
+    block_scale = words.e4m3_number(code)
+    rounded = e2m1_rounded(scaled, words.INSTRUCTIONS)
+    return ptx.halves_of([ops.multiply_rn(number, block_scale) for number in rounded])
 
-    first: Any  # codes of its first block of a step
-    second: Any
+
+class WalkLane(NamedTuple):
+    """A lane's addresses in the first stage and round."""
+
+    first: Any  # codes of its first block of a step; those of its second one have bit 5 changed
     scales: Any
     kept: Any
-    selector: Any
 
 
 def lane_of(place: tuple[Any, Any], memory: WalkMemory, form: W4A16WalkForm, own: Any) -> WalkLane:
@@ -224,10 +270,8 @@ def lane_of(place: tuple[Any, Any], memory: WalkMemory, form: W4A16WalkForm, own
     scales = memory.ring + facts.CODE_BYTES + side * (code_bytes // 8)
     numbers = (
         first + offset,
-        first + (offset ^ 2 * facts.CHUNK),
-        scales + facts.scale_offset(part, in_tile),
+        scales + facts.scale_offset(part, in_tile) + lane % 4,
         own + lane % 4 * 32,
-        lane % 4 * 0x11 + 0x40,
     )
     return WalkLane(*(ptx.emit("mov.b32 {$w0}, {$r0};", [Uint32], each) for each in numbers))
 
@@ -238,13 +282,14 @@ def add_step(
     """Multiply a warp's step of a tile by its activations, and give its stage back."""
     barrier, zero, one = given_back
     both, read = [], Uint32(0)
+    first = lane.first + by_stage
+    second = first ^ 2 * facts.CHUNK  # places have whole KB
     for half in range(2):
-        behind = by_stage + half * SECOND_HALF
-        codes = ptx.shared_words(lane.first + behind, 2)
-        codes = codes + ptx.shared_words(lane.second + behind, 2)
+        codes = ptx.shared_words(first + half * SECOND_HALF, 2)
+        codes = codes + ptx.shared_words(second + half * SECOND_HALF, 2)
         at = lane.scales + (by_stage + half * 8)
-        low, high = (ptx.shared_words(at + later, 1)[0] for later in (0, 64))
-        pair = ptx.chosen_bytes(low, high, lane.selector)
+        low, high = (ptx.shared_byte(at + later) for later in (0, 64))
+        pair = ptx.chosen_bytes(low, high, Uint32(0x0040))
         read = read | codes[0] | codes[2] | pair
         both.append((codes, ptx.half_scales(pair)))
     for j in range(ptx.WORDS):
@@ -264,87 +309,95 @@ def multiply_units(
     pointers: tuple[Any, ...],
     memory: WalkMemory,
     task: WalkTask,
-    place: tuple[Any, Any],
-    form: cutlass.Constexpr,
+    place: tuple[Any, Any, Any, Any],
+    told: cutlass.Constexpr,
 ) -> None:
-    """Add up a warp's part of K of one unit after the other, and leave the sums."""
-    warp, lane = place
+    """Add up a warp's part of K of one unit after the other, and leave the sums.
+
+    The place: warp, lane, whether this warp writes the places of slots, how many those are. Told
+    are the form, and the rounds in which the warp's part of K has a step.
+    """
+    form, steps = told
+    warp, lane, tells, slots = place
     part = warp % form.parts
-    own = memory.kept + warp * (task.rounds * facts.STEP_BYTES)
-    reads = lane_of(place, memory, form, own)
-    zero = task.rounds // 128  # which the compiler cannot know to be 0
+    own = memory.kept + warp * (form.rounds * facts.STEP_BYTES)
+    reads = lane_of((warp, lane), memory, form, own)
+    zero = task.columns // (1 << 20)  # which the compiler cannot know to be 0
     to = memory.sums + warp * (product.TILE * 4) + facts.place_of(lane // 4) * 4
     sums = cute.make_rmem_tensor(4, Float32)
-    at, phase, buffer, sums_phase = Uint32(0), Uint32(0), Uint32(0), Uint32(1)
+    at, phase, buffer = Uint32(0), Uint32(0), Uint32(0)
     unit, matrix, end = first_of(task, form)
-    now = Uint32(NOBODY)
+    now, scale = Uint32(NOBODY), Float32(0.0)
+    if cutlass.const_expr(form.early and form.source != DECODED):
+        # What the first row needs besides its values: older than the launch in front.
+        scale = input_scale(
+            matrix // form.products, pointers, (ptx.early_word, ptx.early_number), task
+        )
+    wait_then_let_follow()  # the next launch may load early what this one has waited for
+    if cutlass.const_expr(form.places):  # noqa: SIM102  the first is settled when traced
+        if tells:
+            tell_places(pointers, task, slots, lane)
     while unit < task.end:
         if unit * form.tiles >= end:
             matrix, end = matrix + 1, end + task.of_matrix
         row = matrix // form.products
         if row != now:
-            keep_row(pointers, own, task, (row, lane, part), form)
+            if cutlass.const_expr(form.source != DECODED):  # noqa: SIM102  settled when traced
+                if (unit != task.begin) | (not form.early):
+                    scale = input_scale(row, pointers, (ptx.global_word, ptx.global_number), task)
+            keep_row(pointers, own, task, (row, lane, part, scale), form)
             now = row
         for i in cutlass.range_constexpr(4):
             sums[i] = Float32(0.0)
-        for round_ in cutlass.range(Int32(0), Int32(task.rounds), unroll=1):
+        for round_ in cutlass.range_constexpr(form.rounds):
             barrier = memory.full + at * 8
             ptx.await_phase(barrier, phase)
-            step = Uint32(round_) * product.PARTS + part
-            if step * product.STEP < task.columns:
-                of_round = reads.kept + Uint32(round_) * facts.STEP_BYTES
+            if cutlass.const_expr(round_ < steps):
+                of_round = reads.kept + round_ * facts.STEP_BYTES
                 given_back = barrier + EMPTY, zero, lane == 0
                 add_step(sums, reads, at * facts.STAGE_BYTES, of_round, given_back)
             else:
                 ptx.arrive(barrier + EMPTY, lane == 0)
             at, phase = next_place(at, phase, form.stages)
-        barrier = memory.sums_full + buffer * 8
-        ptx.await_phase(barrier + EMPTY, sums_phase)
+        # Its place is free: this unit's copies began behind the sums that it held (form.lag).
         if lane % 4 == 0:  # column 0 of an mma, the only row of activations
             ptx.store_number(to + buffer * facts.SUM_BYTES, sums[0])
             ptx.store_number(to + (buffer * facts.SUM_BYTES + 8 * 4), sums[2])
         cute.arch.sync_warp()
-        ptx.arrive(barrier, lane == 0)
-        buffer, sums_phase = next_place(buffer, sums_phase, facts.SUM_BUFFERS)
+        ptx.arrive(memory.sums_full + buffer * 8, lane == 0)
+        buffer = (buffer + 1) % facts.SUM_BUFFERS
         unit = unit + 1
 
 
-# ---- the warp that adds up -----------------------------------------------------------------------
+# ---- sums of a unit ------------------------------------------------------------------------------
 
 
 @cute.jit
-def add_units(
+def add_unit(
     pointers: tuple[Any, ...],
     memory: WalkMemory,
     task: WalkTask,
-    lane: Uint32,
+    of: tuple[Any, Any, Any, Uint32, Uint32, Uint32],
+    scale: Float32,
     form: cutlass.Constexpr,
 ) -> None:
-    """Add the parts of one unit after the other in the order of their number, and write them."""
-    buffer, phase = Uint32(0), Uint32(0)
-    unit, matrix, end = first_of(task, form)
-    now, scale = Uint32(NOBODY), Float32(0.0)
+    """Add the parts of a unit in the order of their number, and write them.
+
+    Of a unit: its number, matrix, end of that in tiles; the lane; the buffer and its phase.
+    """
+    unit, matrix, end, lane, buffer, phase = of
     side, place = lane // product.TILE, lane % product.TILE
-    while unit < task.end:
-        if unit * form.tiles >= end:
-            matrix, end = matrix + 1, end + task.of_matrix
-        if matrix != now:
-            scale = scale_of(pointers, matrix, task, form)
-            now = matrix
-        barrier = memory.sums_full + buffer * 8
-        ptx.await_phase(barrier, phase)
-        if side < form.tiles:
-            start = memory.sums + buffer * facts.SUM_BYTES + place * 4
-            start = start + side * (form.parts * product.TILE * 4)
-            total = added(start, form)
-            tile = unit * form.tiles + task.of_matrix - end
-            output = product.row_of(tile + side, place, SWIZZLE_128X4.name)
-            at = Int64(matrix) * Int64(task.outputs) + Int64(output)
-            ptx.store_rounded(pointers[4].toint() + at * 2, ops.multiply_rn(total, scale))
-        cute.arch.sync_warp()
-        ptx.arrive(barrier + EMPTY, lane == 0)
-        buffer, phase = next_place(buffer, phase, facts.SUM_BUFFERS)
-        unit = unit + 1
+    barrier = memory.sums_full + buffer * 8
+    ptx.await_phase(barrier, phase)
+    if side < form.tiles:
+        start = memory.sums + buffer * facts.SUM_BYTES + place * 4
+        start = start + side * (form.parts * product.TILE * 4)
+        total = added(start, form)
+        tile = unit * form.tiles + task.of_matrix - end
+        output = product.row_of(tile + side, place, SWIZZLE_128X4.name)
+        at = Int64(matrix) * Int64(task.outputs) + Int64(output)
+        ptx.store_rounded(pointers[4].toint() + at * 2, ops.multiply_rn(total, scale))
+    cute.arch.sync_warp()  # all sums are read: the next copy is of the unit that replaces them
 
 
 def added(start: Any, form: W4A16WalkForm) -> Any:
@@ -391,15 +444,15 @@ def walk_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Dispatch by warp: 16 multiply, one loads, one adds up."""
+    """Dispatch by warp: 16 multiply, one loads and adds up."""
     rows, outputs, columns, shared, routed, experts, chosen, *division = (
         Uint32(each) for each in extents
     )
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
     warp, lane = Uint32(thread) // LANES, Uint32(thread) % LANES
-    rounds = ceil_div(columns, product.ROUND)
-    memory = memory_of(rounds, form)
+    memory = memory_of(form)
     if warp == facts.WARPS:
         for atom, _ in views:
             cpasync.prefetch_descriptor(atom)
@@ -408,28 +461,27 @@ def walk_kernel(
         ptx.begin_barrier(memory.full + EMPTY + lane * 8, facts.WARPS)
         if lane < facts.SUM_BUFFERS:
             ptx.begin_barrier(memory.sums_full + lane * 8, facts.WARPS)
-            ptx.begin_barrier(memory.sums_full + EMPTY + lane * 8, 1)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     of_matrix = outputs // product.TILE
     every = of_matrix * rows * form.products // form.tiles
     begin, end = product.share_of(Uint32(block), every, (*division, 1))
-    task = WalkTask(
-        begin, end, outputs, columns, rounds, of_matrix, shared, routed, experts, chosen
-    )
+    task = WalkTask(begin, end, outputs, columns, of_matrix, shared, routed, experts, chosen)
     if warp == facts.WARPS:
         if cutlass.const_expr(not form.early):
             wait_for_front()
-        load_units(views, pointers, memory, task, lane, form)
+        feed_units(views, pointers, memory, task, lane, form)
     else:
-        wait_then_let_follow()  # the next launch may load early what this one has waited for
-        if warp < facts.WARPS:
-            multiply_units(pointers, memory, task, (warp, lane), form)
+        # Of the last thread block, whose share is never the largest.
+        tells = (block == blocks - 1) & (warp == 0)
+        place = warp, lane, tells, rows - shared
+        last = (form.rounds - 1) * product.PARTS + warp % form.parts
+        if cutlass.const_expr(form.whole):  # noqa: SIM114  settled when traced
+            multiply_units(pointers, memory, task, place, (form, form.rounds))
+        elif last * product.STEP < columns:
+            multiply_units(pointers, memory, task, place, (form, form.rounds))
         else:
-            if cutlass.const_expr(form.places):  # noqa: SIM102  the first is settled when traced
-                if block == 0:
-                    tell_places(pointers, task, rows - shared, lane)
-            add_units(pointers, memory, task, lane, form)
+            multiply_units(pointers, memory, task, place, (form, form.rounds - 1))
 
 
 def views_of(

@@ -2,8 +2,8 @@
 
 Sums have the order of w4a16_problem, so a row's bits are those of sm90_gemm_w4a16. How they are
 made differs: a stage's codes are one box of 128-byte lines, swizzled; a warp keeps its part of the
-activations, in order, for as long as the row stays; and a warp of its own adds up the parts, so no
-warp that multiplies waits for another one.
+activations, in order, for as long as the row stays; and the warp that loads adds up the parts, so
+no warp that multiplies waits for another one.
 
 A unit is what a stage of every round holds: a tile of 16 outputs, or two where K has no more steps
 than half of the warps. Host arithmetic only, no GPU and no DSL; functions on places run on ints and
@@ -32,7 +32,7 @@ RUN = 4  # rows of a tile that 128x4 stores side by side, and runs of a tile
 CODE_BYTES = WARPS * product.TILE * product.STEP // 2  # of a stage
 STAGE_BYTES = CODE_BYTES + CODE_BYTES // 8  # its scales follow its codes
 STEP_BYTES = 2 * product.STEP  # of activations
-SUM_BUFFERS = 8  # units whose sums may wait to be added up
+SUM_BUFFERS = 4  # units whose sums may wait to be added up
 SUM_BYTES = WARPS * product.TILE * 4  # of a unit
 MOST_STAGES = 16
 # Measured on an H200: docs/design-notes/moe_kernel.md.
@@ -51,6 +51,8 @@ class W4A16WalkForm:
 
     products: int  # matrices of an expert, over the same row: gate and up, or one
     parts: int  # of K that have steps: 16, or 8 of each of two tiles
+    rounds: int  # along K
+    whole: bool  # whether all parts have a step in each round
     stages: int
     resident: int  # thread blocks of a processor
     source: str  # of the activations: decoded rows, values, or gate and up before SwiGLU
@@ -66,8 +68,22 @@ class W4A16WalkForm:
 
     @property
     def threads(self) -> int:
-        """Return the threads: of warps that multiply, of one that loads, of one that adds up."""
-        return 32 * (WARPS + 2)
+        """Return the threads: of warps that multiply, and of one that loads and adds up."""
+        return 32 * (WARPS + 1)
+
+    @property
+    def kept_values(self) -> int:
+        """Return how many values of a row a lane brings at once: so many that all lanes do."""
+        return product.STEP // 32 if self.source != DECODED and self.rounds == 1 else 8
+
+    @property
+    def lag(self) -> int:
+        """Return how many units are loaded beyond the one that is added up next.
+
+        So many hold all stages at least: waiting for sums lets no stage stand empty.
+        """
+        lag: int = min(SUM_BUFFERS - 1, ceil_div(self.stages, self.rounds))
+        return lag
 
 
 def serves(problem: W4A16Problem, target: str) -> bool:
@@ -89,8 +105,10 @@ def form_of(
     """Return the form of a product of one row."""
     half = problem.columns <= product.ROUND // 2
     parts = product.PARTS // 2 if half else product.PARTS
+    rounds = rounds_of(problem.columns)
+    whole = problem.columns == rounds * parts * product.STEP
     return W4A16WalkForm(
-        products, parts, STAGES, RESIDENT, source, limit, places, early, SM90A.name
+        products, parts, rounds, whole, STAGES, RESIDENT, source, limit, places, early, SM90A.name
     )
 
 

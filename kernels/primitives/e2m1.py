@@ -91,11 +91,30 @@ def e2m1_word(numbers: Sequence[Any], primitives: WordOperations = WORD_OPERATOR
     return word
 
 
+def e2m1_rounded(numbers: Sequence[Any], primitives: WordOperations = WORD_OPERATORS) -> list[Any]:
+    """Return what the codes of numbers stand for, without making the codes."""
+    found = []
+    for number in numbers:
+        limited, power = _limited_and_power(number, primitives)
+        total = ops.fma_rn(power, _SUMMAND, limited)
+        value = ops.bits_of(ops.fma_rn(power, -_SUMMAND, total))  # exact
+        sign = ops.bits_of(limited) & primitives.constant(_SIGN)  # of a zero it is lost
+        magnitude = value & primitives.constant(_MAGNITUDE)
+        found.append(ops.number_of(sign | magnitude))
+    return found
+
+
 def _sum(number: Any, primitives: WordOperations) -> Any:
     """Return the bits of the number plus 2**22 of its steps: the addition rounds it to a code."""
-    number = primitives.limited(number)
-    power = ops.number_of(ops.bits_of(number) & primitives.constant(SIGN_AND_EXPONENT))
-    return ops.bits_of(ops.fma_rn(primitives.at_least_one(power), _SUMMAND, number))
+    limited, power = _limited_and_power(number, primitives)
+    return ops.bits_of(ops.fma_rn(power, _SUMMAND, limited))
+
+
+def _limited_and_power(number: Any, primitives: WordOperations) -> tuple[Any, Any]:
+    """Return a number of magnitude 6 at most, and its power of two with its sign, 1 at least."""
+    limited = primitives.limited(number)
+    power = ops.number_of(ops.bits_of(limited) & primitives.constant(SIGN_AND_EXPONENT))
+    return limited, primitives.at_least_one(power)
 
 
 # --------------------------------------------------------------------------------------------------

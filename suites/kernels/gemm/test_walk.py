@@ -82,6 +82,8 @@ def test_every_unit_has_one_walk_and_shared_memory_holds_it(
     size = facts.shared_bytes(columns, form.stages)
     assert size <= facts.most_shared(form.resident)
     assert form.resident * form.threads <= 2048
+    assert form.whole == (columns % (form.parts * w4a16.STEP) == 0)
+    assert form.rounds == facts.rounds_of(columns)
     assert form.stages <= facts.MOST_STAGES
     assert facts.STAGE_BYTES % facts.ALIGNMENT == 0
     assert facts.CODE_BYTES // form.tiles % facts.ALIGNMENT == 0
@@ -128,22 +130,33 @@ class Walk:
 
     WARPS = 3
 
-    def __init__(self, stages: int, buffers: int, rounds: int) -> None:
-        self.rounds = rounds
+    def __init__(self, stages: int, buffers: int, rounds: int, lag: int) -> None:
+        self.rounds, self.lag = rounds, lag
         self.full = [Phases(1) for _ in range(stages)]
         self.empty = [Phases(self.WARPS) for _ in range(stages)]
         self.sums_full = [Phases(self.WARPS) for _ in range(buffers)]
-        self.sums_empty = [Phases(1) for _ in range(buffers)]
         self.held, self.reading = [-1] * stages, [set[int]() for _ in range(stages)]
         self.sums = [[-1] * self.WARPS for _ in range(buffers)]
         self.copies: list[int] = []
         self.added: list[int] = []
 
-    def loading(self, units: int) -> Iterator[Callable[[], bool]]:
-        for number in range(units * self.rounds):
-            turn, at = divmod(number, len(self.held))
-            yield lambda at=at, turn=turn: self.empty[at].has_ended(1 - turn % 2)  # type: ignore[misc]
-            self.copies.append(number)
+    def feeding(self, units: int) -> Iterator[Callable[[], bool]]:
+        """Load a unit, and add up the one that lies `lag` behind."""
+        loaded, added = 0, 0
+        while added < units:
+            if loaded < units:
+                for number in range(loaded * self.rounds, (loaded + 1) * self.rounds):
+                    turn, at = divmod(number, len(self.held))
+                    yield lambda at=at, turn=turn: self.empty[at].has_ended(1 - turn % 2)  # type: ignore[misc]
+                    self.copies.append(number)
+                loaded += 1
+            if loaded in (units, added + self.lag + 1):
+                turn, at = divmod(added, len(self.sums))
+                yield lambda at=at, turn=turn: self.sums_full[at].has_ended(turn % 2)  # type: ignore[misc]
+                yield lambda: True
+                assert self.sums[at] == [added] * self.WARPS, "sums of another unit"
+                self.added.append(added)
+                added += 1
 
     def land(self, which: int) -> None:
         number = self.copies.pop(which)
@@ -162,23 +175,13 @@ class Walk:
                 yield lambda: True
                 self.reading[at].remove(warp)
                 self.empty[at].arrive()
-            turn, at = divmod(unit, len(self.sums))
-            yield lambda at=at, turn=turn: self.sums_empty[at].has_ended(1 - turn % 2)  # type: ignore[misc]
+            at = unit % len(self.sums)
             self.sums[at][warp] = unit
             self.sums_full[at].arrive()
 
-    def adding(self, units: int) -> Iterator[Callable[[], bool]]:
-        for unit in range(units):
-            turn, at = divmod(unit, len(self.sums))
-            yield lambda at=at, turn=turn: self.sums_full[at].has_ended(turn % 2)  # type: ignore[misc]
-            yield lambda: True
-            assert self.sums[at] == [unit] * self.WARPS, "sums of another unit"
-            self.added.append(unit)
-            self.sums_empty[at].arrive()
-
     def run(self, units: int, drawn: random.Random) -> None:
         multiplying = [self.multiplying(warp, units) for warp in range(self.WARPS)]
-        warps: list[Any] = [self.loading(units), self.adding(units), *multiplying]
+        warps: list[Any] = [self.feeding(units), *multiplying]
         waits = {number: next(warp) for number, warp in enumerate(warps)}
         weights = [1.0] * (len(warps) + 1)
         while waits:
@@ -200,16 +203,12 @@ class Walk:
 @pytest.mark.parametrize("rounds", [1, 2, 4, 9])
 @pytest.mark.parametrize("stages", [1, facts.STAGES, 9])
 def test_a_walk_ends_and_nothing_is_overwritten_before_it_is_read(stages: int, rounds: int) -> None:
-    for seed, buffers in product(range(10), (1, facts.SUM_BUFFERS)):
-        Walk(stages, buffers, rounds).run(30, random.Random(f"{stages} {rounds} {seed}"))
+    lag = replace(form_of(256, rounds * w4a16.ROUND), stages=stages).lag
+    assert lag * rounds >= min(stages, facts.SUM_BUFFERS - 1)
+    for seed, buffers in product(range(10), (lag + 1, facts.SUM_BUFFERS)):
+        Walk(stages, buffers, rounds, lag).run(30, random.Random(f"{stages} {rounds} {seed}"))
 
 
-def test_sums_that_nobody_waits_for_are_overwritten() -> None:
-    class Careless(Phases):
-        def has_ended(self, parity: int) -> bool:
-            return parity in (0, 1)
-
-    walk = Walk(4, 2, 1)
-    walk.sums_empty = [Careless(1) for _ in walk.sums_empty]
-    with pytest.raises(AssertionError, match="sums of another unit"):
-        walk.run(300, random.Random("careless"))
+def test_sums_that_are_added_up_too_late_are_overwritten() -> None:
+    with pytest.raises(AssertionError, match=r"sums of another unit|all wait for each other"):
+        Walk(4, 2, 1, 2).run(300, random.Random("late"))

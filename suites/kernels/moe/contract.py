@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm import w4a16_problem as w4a16
 from degarble.kernels.gemm import w4a16_walk_problem as walks
@@ -115,30 +117,38 @@ def _walk_code() -> Iterator[MachineCode]:
         for form in (
             by_row.choose_first_form(problem, SM90A.name),
             by_row.choose_second_form(problem, SM90A.name),
-            *(by_row.undecoded_form(problem, source) for source in ("values", "swiglu")),
-        ):
+            *(by_row.undecoded_form(problem, source) for source in ("values", "swiglu")
+              if by_row.serves_undecoded(problem, SM90A.name)),
+        ):  # fmt: skip
             assert isinstance(form, W4A16WalkForm)
             yield _walk_form(form, slow=hidden != 4096)
 
 
 def _walk_form(form: W4A16WalkForm, *, slow: bool) -> MachineCode:
     undecoded = form.source != walks.DECODED
+    # Where some parts of K have a step less, their warps have a text of their own.
+    texts, steps = 2 - form.whole, form.rounds + (not form.whole) * (form.rounds - 1)
     counts = {
-        # A lane's four words of two rows: two mma each.
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": 8,
-        "mul.rn.f16x2": 32 + 2,  # of weights, and of two words of scales
+        # A lane's four words of two rows, in each step: two mma each.
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": 8 * steps,
+        "mul.rn.f16x2": (32 + 2) * steps,  # of weights, and of two words of scales
         # A box for a tile's codes, and one for its scales.
         "cp.async.bulk.tensor.5d": form.tiles,
         "cp.async.bulk.tensor.3d": form.tiles,
-        "ld.relaxed.gpu.global.b32": int(form.early),
-        "st.shared.f32": 2,  # a part's sums: two rows of a tile a lane
-        "st.global.b32": int(form.places),
-        "mbarrier.arrive.shared::cta.b64 _, [all]": 1,
+        # By who loads; and of the first row's scale, by who multiplies.
+        "ld.relaxed.gpu.global.b32": form.early * (1 + undecoded * texts),
+        "ld.relaxed.gpu.global.f32": form.early * undecoded * texts,
+        # A part's sums: two rows of a tile a lane. Zeros of parts without any step vary.
+        **({"st.shared.f32": 2 * texts} if form.whole or form.rounds > 1 else {}),
+        "st.global.b32": form.places * texts,
+        "mbarrier.arrive.shared::cta.b64 _, [all]": steps,
     }
     has = {"ld.global.nc": False, "max.xorsign.abs.bf16x2": undecoded, "bf16.bf16.f32": False}
     of_tokens = form.products == facts.GATE_AND_UP
     names = ("FIRST", "SECOND") if undecoded else ("FC1", "FC2")
-    registers = 65_536 // (form.resident * form.threads)
+    # Each of a processor's four schedulers has a quarter of them, in eights.
+    warps = ceil_div(form.threads, 128) * form.resident
+    registers = 65_536 // 4 // 32 // warps // 8 * 8
     return MachineCode(
         f"sm90_moe_by_row.{names[not of_tokens]}", form, registers, counts=counts, has=has,
         slow=slow, more=_all_but_who_loads_wait, reads_early=form.early,
@@ -146,15 +156,19 @@ def _walk_form(form: W4A16WalkForm, *, slow: bool) -> MachineCode:
 
 
 def _all_but_who_loads_wait(kernel: CompiledKernel, form: Any) -> None:
-    """Early forms load weights and experts' numbers; all else, and the next launch, waits."""
+    """Early forms load weights and what names them; all else, and the next launch, waits."""
     text = kernel.ptx
-    assert text.count("griddepcontrol.wait") == 1 + (not form.early)
-    assert text.count("griddepcontrol.launch_dependents") == 1
-    wait = text.rindex("griddepcontrol.wait")
-    assert text.index("griddepcontrol.launch_dependents") > wait
-    for access in ("st.global", "ld.global.f32", "ld.global.b32", "ld.global.v4"):
-        first = text.find(access)
-        assert first < 0 or first > wait or (access == "ld.global.b32" and not form.early), access
+    # Of who loads and adds up, then of who multiplies: each before its other accesses.
+    waits = [each.start() for each in re.finditer("griddepcontrol.wait", text)]
+    lets = [each.start() for each in re.finditer("griddepcontrol.launch_dependents", text)]
+    assert len(waits) == 1 + len(lets) == 3 - form.whole
+    assert all(wait < let for wait, let in zip(waits[1:], lets, strict=True))
+    begins = [0, text.index("st.global.b16") + 1]
+    begins += [text.rindex("st.shared.f32", 0, wait) for wait in waits[2:]]
+    plain = ("st.global", "ld.global.f32", "ld.global.b32", "ld.global.v")
+    for begin, wait in zip(begins, waits, strict=True):
+        assert not [access for access in plain if access in text[begin:wait]]
+    assert (text.index("cp.async.bulk.tensor") < waits[0]) == form.early
 
 
 def _by_row_form(form: W4A16ByRowForm, *, slow: bool) -> MachineCode:

@@ -25,6 +25,7 @@ from degarble.kernels.primitives.e2m1 import (
     WORD_OPERATORS,
     WORDS,
     bf16_pairs,
+    e2m1_rounded,
     e2m1_word,
     e2m1_word_by_products,
     fp16_pairs,
@@ -81,6 +82,15 @@ def test_strides_of_all_bit_patterns() -> None:
         x_N = torch.where(x_N.isnan(), torch.tensor(torch.nan).abs(), x_N)
         assert torch.equal(words(x_N), wanted(x_N))
         assert torch.equal(by_products(x_N), wanted(x_N))
+
+
+def test_rounded_numbers_are_what_their_codes_stand_for() -> None:
+    """Without codes in between, negative zeros among them."""
+    strides = ops.number_of(torch.arange(0, 1 << 32, 65_521, dtype=torch.int64))
+    strides = torch.where(strides.isnan(), torch.tensor(torch.nan).abs(), strides)
+    for x_N in (near_boundaries(), strides):
+        (found,) = e2m1_rounded([x_N])
+        assert torch.equal(ops.bits_of(found), ops.bits_of(e2m1_decode(e2m1_encode(x_N)).float()))
 
 
 def test_python_numbers_give_the_same_word() -> None:
