@@ -16,11 +16,12 @@ Barriers: a stage has a full and an empty one (1 arrival plus bytes; 16), given 
 on what was read, as in sm90_gemm_w4a16. A place of sums has a full one (16). It needs no empty
 one: a unit's copies are asked for after the sums whose place it takes were added up.
 
-Early (`form.early`): the loading warp does not wait for the previous launch until it adds up, and
-the scale with which the first row is quantised is read early. What is read must be older than
-that launch: weights that nothing writes, and the experts' numbers of a router that ended before
-the previous launch let this one begin. Where numbers come from a router, the launch in front of
-such a form calls `wait_then_let_follow` first.
+Early (`form.early`): the loading warp does not wait for the previous launch until it adds up; it
+asks for each of its first stages when the one before has arrived, so that few copies stand before
+what the launch in front reads. The scale with which the first row is quantised is read early, too.
+What is read must be older than that launch: weights that nothing writes, and the experts' numbers
+of a router that ended before the previous launch let this one begin. Where numbers come from a
+router, the launch in front of such a form calls `wait_then_let_follow` first.
 Shape letters: N outputs, K columns.
 """
 
@@ -121,6 +122,7 @@ def feed_units(
     added, of, last = first_of(task, form)
     now, first_block = Uint32(NOBODY), Uint32(0)
     known, scale, pending = Uint32(NOBODY), Float32(0.0), Uint32(0)
+    asked = Uint32(0)
     of_matrix = task.outputs // SWIZZLE_128X4.row_tile
     while added < task.end:
         if unit < task.end:
@@ -135,6 +137,10 @@ def feed_units(
             place = tile % 8, first_block + tile // 8
             for round_ in cutlass.range(Int32(0), Int32(form.rounds), unroll=1):
                 barrier = memory.full + at * 8
+                if cutlass.const_expr(form.early):  # noqa: SIM102  settled when traced
+                    if (asked > 0) & (asked < form.stages):
+                        ptx.await_phase(barrier - 8, Uint32(0))
+                asked = asked + 1
                 ptx.await_phase(barrier + EMPTY, phase)
                 ptx.expect(barrier, Uint32(facts.STAGE_BYTES), lane == 0)
                 stage = memory.ring + at * facts.STAGE_BYTES

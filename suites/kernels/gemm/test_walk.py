@@ -147,6 +147,8 @@ class Walk:
             if loaded < units:
                 for number in range(loaded * self.rounds, (loaded + 1) * self.rounds):
                     turn, at = divmod(number, len(self.held))
+                    if 0 < number < len(self.held):  # one after the other, as early forms do
+                        yield lambda at=at: self.full[at - 1].has_ended(0)  # type: ignore[misc]
                     yield lambda at=at, turn=turn: self.empty[at].has_ended(1 - turn % 2)  # type: ignore[misc]
                     self.copies.append(number)
                 loaded += 1
