@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 WIDTH = 128  # of queries and keys; index_head_dim of every DeepSeek config
 ROW_BYTES = 128  # of a row in swizzled shared memory
+WARP_LANES = 32
 WARPGROUP = 128
 CONSUMERS = 2  # the most warpgroups that multiply, 64 keys each
 PIECE = 64
@@ -63,6 +64,7 @@ class ScoresTeam:
     stages_at_once: int  # multiplied and weighed without a pause
     one_wave: bool  # of thread blocks, where that fills the places; otherwise two
     fewest_keys: int  # of a chunk: less is all prologue
+    asked_early: int = 0  # stages of keys prefetched to L2 before the previous launch has ended
 
 
 ALONE = ScoresTeam(1, CONSUMERS, (40, 232), 6, 1, False, 512)
@@ -70,7 +72,7 @@ ALONE = ScoresTeam(1, CONSUMERS, (40, 232), 6, 1, False, 512)
 OF_TOKENS = ScoresTeam(2, 1, (32, 224), 9, 4, False, 512)
 OF_ONE_TOKEN = {
     "bf16": ScoresTeam(1, CONSUMERS, (40, 232), 6, 2, True, 128),
-    "fp8": ScoresTeam(2, CONSUMERS, (), 6, 4, True, 128),
+    "fp8": ScoresTeam(2, CONSUMERS, (), 6, 4, True, 128, asked_early=2),
 }
 FILLED = (9, 10)  # of the places, from which on one wave is better than two
 
@@ -275,6 +277,11 @@ def query_bytes(form: ScoresForm) -> int:
 def boxes_of_stage(form: ScoresForm) -> int:
     """Return the number of TMA boxes of a stage, along keys and along a row."""
     return keys_of_stage(form) // form.box * OPERANDS[form.operands].halves
+
+
+def boxes_asked(form: ScoresForm) -> int:
+    """Return the number of boxes of keys that are prefetched early, by a lane each."""
+    return min(WARP_LANES, team_of(form).asked_early * (keys_of_stage(form) // form.box))
 
 
 def sets(form: ScoresForm) -> int:

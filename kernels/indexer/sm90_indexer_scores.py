@@ -33,12 +33,19 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm.problem import WHOLE_CARVEOUT
-from degarble.kernels.gemm.w4a16_instructions import shared_words
+from degarble.kernels.gemm.w4a16_instructions import early_word, shared_words
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
 from degarble.kernels.primitives.device_words import emit
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import (
+    EARLY,
+    fetch_line,
+    fetch_weights,
+    follow,
+    let_follow,
+    wait_for_front,
+)
 from degarble.kernels.runtime.targets import SM90A
 
 # --------------------------------------------------------------------------------------------------
@@ -338,6 +345,13 @@ class KeyWalk(NamedTuple):
     end: Any
 
 
+def walk_of(tokens: Any, place: tuple[Any, Any], e: ScoresExtents) -> KeyWalk:
+    """Return the walk of the thread block at (tile, chunk)."""
+    tile, chunk = place
+    begin = chunk * e.chunk
+    return KeyWalk(tokens, tile, begin, cutlass.min(begin + e.chunk, e.entries))
+
+
 def ring_of(memory: Any, stages: int, expected: int, threads: int) -> Any:
     """Make a ring that TMA fills; every consumer warp releases its stages."""
     group = pipeline.CooperativeGroup
@@ -444,14 +458,18 @@ def scores_kernel(
     # After these, barriers are visible to all warps.
     pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
     pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-    follow()
+    if cutlass.const_expr(facts.team_of(form).asked_early > 0):
+        let_follow()
+        if cute.arch.warp_idx() == 0:
+            ask_early(feeds[0], sQ, tensors, walk_of((), (tile, chunk), e), e, form)
+        wait_for_front()
+    else:
+        follow()
     if cutlass.const_expr(form.at_once > 1):
         look_up(sTokens, tensors, tile, e, form)
         cute.arch.sync_threads()
 
-    begin = chunk * e.chunk
-    tokens = sTokens if form.at_once > 1 else ()
-    walk = KeyWalk(tokens, tile, begin, cutlass.min(begin + e.chunk, e.entries))
+    walk = walk_of(sTokens if form.at_once > 1 else (), (tile, chunk), e)
     if group == 0:
         if cutlass.const_expr(registers):
             cute.arch.setmaxregister_decrease(registers[0])
@@ -463,6 +481,55 @@ def scores_kernel(
             cute.arch.setmaxregister_increase(registers[1])
         rings, shared = (query_ring, key_ring), (sQ, sK, sScales, sWeights)
         score_walk(rings, shared, group - 1, (walk, tensors, e), form)
+
+
+@cute.jit
+def ask_early(
+    feed: mainloop.TmaFeed,
+    sQ: Any,
+    tensors: ScoresTensors,
+    walk: KeyWalk,
+    e: ScoresExtents,
+    form: cutlass.Constexpr,
+) -> None:
+    """Ask L2 for what a block of one token loads first, while the previous launch still runs.
+
+    A guess: a page, a position or a sequence that is still being written costs a copy to L2, and
+    nothing else follows from it. They are read again behind the wait.
+    """
+    tile, lane, kind = walk.tile, lane_of(), facts.OPERANDS[form.operands]
+    sequence = Int32(early_word(address_in(tensors.sequences, tile, 4)))
+    position = Int32(early_word(address_in(tensors.positions, tile, 8)))  # its low word
+    entry = walk.begin + lane * form.box
+    if (lane < facts.boxes_asked(form)) & (entry < walk.end) & (tile < e.sequences):
+        column, along = place_of(entry, e, form)
+        at = Int64(tile) * Int64(e.of_table) + Int64(column)
+        page = Int32(early_word(address_in(tensors.table, at, 4)))
+        seen = (Int64(entry) + 1) * Int64(e.ratio) <= Int64(position) + 1
+        if (sequence == tile) & seen & (page >= 0) & (page < e.pages):
+            start = address_in(tensors.key_scales, Int64(page) * Int64(e.stride_words), 4)
+            row = facts.WIDTH * kind.bytes
+            fetch_weights(start + Int64(along * (form.box * row)), Int32(form.box * row))
+            if cutlass.const_expr(kind.scaled):
+                size = form.box * facts.SCALE_BYTES
+                scales = start + Int64(e.of_page * row + along * size)
+                fetch_weights(scales, Int32(size))
+    line = Int64(tile) * Int64(e.heads) * facts.WORD_BYTES + Int64(lane * facts.ROW_BYTES)
+    if lane * facts.ROW_BYTES < e.heads * facts.WORD_BYTES:
+        if cutlass.const_expr(kind.scaled):
+            fetch_line(address_in(tensors.scales, line, 1))
+        if cutlass.const_expr(form.arithmetic == "float32"):
+            fetch_line(address_in(tensors.weights, line, 1))
+    _, source = boxes_of(feed, sQ, (form.padded, inner_of(form)))
+    # Trap: the DSL elects a lane for a copy, but not for a prefetch.
+    with cute.arch.elect_one():
+        for half in cutlass.range_constexpr(kind.halves):
+            cute.prefetch(feed.atom, source[None, 0, half, tile])
+
+
+def address_in(tensor: Any, index: Any, size: int) -> Any:
+    """Return the address of an element of `size` bytes."""
+    return tensor.iterator.toint() + Int64(index) * size
 
 
 def shared_scales(memory: Any, form: ScoresForm) -> Any:

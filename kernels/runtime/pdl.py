@@ -10,7 +10,8 @@ together, each at its wait.
 Traps. Every thread block has to wait: a kernel whose blocks do not may end before the launch
 preceding it; the next kernel waits for this one only, and would start too soon. And what runs
 before the wait may run while any earlier launch does: it may ask L2 for memory, and read none but
-weights that nothing writes. Who reads more has a launch in front that calls `wait_then_let_follow`.
+weights that nothing writes, or, past L1, a guess of what to ask for. Who reads more has a launch
+in front that calls `wait_then_let_follow`.
 """
 
 from __future__ import annotations

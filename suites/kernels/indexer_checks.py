@@ -274,7 +274,8 @@ def cases() -> list[ScoresCase]:
     made.append(ScoresCase("fp8", 64, (640,), (100,), 4, stride_bytes=8640))
     # Scales lie behind a page's keys: boxes of all sizes, and stages taken one and several at once.
     fp8 = ScoresCase("fp8", 64, (400, 90), (60, 9), 1)
-    made += [replace(fp8, page=page) for page in (8, 16, 24, 32, 128, 256)]
+    for page in (8, 16, 24, 32, 128, 256):
+        made += [replace(fp8, page=page), replace(fp8, page=page, lengths=(1400, 90), fresh=(1, 1))]
     made += [replace(fp8, heads=heads, page=16) for heads in (1, 24, 128, 256)]
     several = (191, 192, 193, 255, 256, 257, 319, 321, 512, 513, 577)
     made += [

@@ -107,6 +107,17 @@ def _loads_and_products(kernel: CompiledKernel, form: ScoresForm) -> None:
     assert sorted(map(int, waits)) == sorted(wanted)
     kept = sorted(map(int, re.findall(r"setmaxnreg\S+ \s*(\d+);", kernel.ptx)))
     assert kept == list(team.registers)
+    _guesses_early(kernel, form)
+
+
+def _guesses_early(kernel: CompiledKernel, form: ScoresForm) -> None:
+    """Read no more than a guess before the wait, past L1, and only for what L2 is asked for."""
+    before, _ = kernel.ptx.split("griddepcontrol.wait")
+    asks = facts.team_of(form).asked_early > 0
+    kind = facts.OPERANDS[form.operands]
+    read = len(re.findall(r"ld\.relaxed\.gpu\.global\.b32", kernel.ptx))
+    assert read == before.count("ld.relaxed.gpu.global.b32") == 3 * asks  # sequence, position, page
+    assert before.count("cp.async.bulk.prefetch.L2") == asks * (1 + kind.scaled)
 
 
 def registers_of(form: ScoresForm) -> int:

@@ -19,13 +19,18 @@ from degarble.kernels.indexer.problem import (
     TopkProblem,
     choose_form,
 )
-from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.references import sparse_attention
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import gemm_code, tcgen05_words
 from degarble.suites.kernels import indexer_checks as checks
-from degarble.suites.kernels.contract import SETTINGS, kernels_of
+from degarble.suites.kernels.contract import (
+    SETTINGS,
+    kernels_of,
+    require_waits_before_it_reads,
+    same_bits,
+)
 from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
 from degarble.suites.kernels.indexer.contract import registers_of
 from degarble.suites.kernels.indexer_checks import ScoresCase
@@ -252,6 +257,47 @@ def test_machine_code_is_as_derived(
 @pytest.mark.parametrize("form", FORMS, ids=_named)
 def test_machine_code_of_every_form(kernels: ModuleType, form: ScoresForm) -> None:
     assert not complaints(kernels.compile_form(form, SETTINGS), form)
+
+
+ONE_TOKEN = ScoresCase("fp8", 64, (1024, 1024), (1, 1))
+
+
+def test_a_plain_read_before_the_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = kernels_of("sm90_indexer_scores")
+    plain = import_module("degarble.kernels.gemm.w4a16_instructions").global_word
+    monkeypatch.setattr(kernels, "early_word", plain)
+    form = choose_form(ONE_TOKEN.problem, SM90A.name)
+    kernel = kernels.compile_form.__wrapped__(form, CompileSettings())
+    with pytest.raises(AssertionError, match=r"ld\.global"):
+        require_waits_before_it_reads(kernel.ptx)
+
+
+@pytest.mark.h200
+def test_a_table_that_the_launch_in_front_writes_is_read_behind_it() -> None:
+    """The choice of the largest writes tables in turns; each guess is the table before."""
+    problem, given = ONE_TOKEN.problem, checks.sides(ONE_TOKEN, "cuda").given
+    scores, choice = (
+        kernels_of(name).KERNEL for name in ("sm90_indexer_scores", "simt_indexer_topk")
+    )
+    of_table = TopkProblem(problem.sequences, problem.pages.count, problem.pages_of_sequence)
+    ranks = torch.rand(2, of_table.rows, of_table.entries, device="cuda")
+    out = torch.empty(2, problem.tokens, problem.entries, device="cuda")
+    table, wanted = torch.zeros_like(given["table"]), []
+    for rank in ranks:
+        choice.run(of_table, SETTINGS, scores=rank, out=table)
+        torch.cuda.synchronize()
+        scores.run(problem, SETTINGS, **given | {"table": table.clone()}, out=out[0])
+        wanted.append(out[0].clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for rank, made in zip(ranks, out, strict=True):
+            choice.run(of_table, SETTINGS, scores=rank, out=table)
+            scores.run(problem, SETTINGS, **given | {"table": table}, out=made)
+    assert not same_bits(*wanted)
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert same_bits(list(out), wanted)
 
 
 def test_a_gpu_has_the_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
