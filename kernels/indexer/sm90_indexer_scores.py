@@ -37,15 +37,8 @@ from degarble.kernels.gemm.w4a16_instructions import early_word, shared_words
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
 from degarble.kernels.primitives.device_words import emit
+from degarble.kernels.runtime import pdl
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
-from degarble.kernels.runtime.pdl import (
-    EARLY,
-    fetch_line,
-    fetch_weights,
-    follow,
-    let_follow,
-    wait_for_front,
-)
 from degarble.kernels.runtime.targets import SM90A
 
 # --------------------------------------------------------------------------------------------------
@@ -302,6 +295,16 @@ def put_score(out: Any, score: Any, entry: Any, place: tuple[Any, Any, Any]) -> 
         out[start + Int64(entry)] = ops.select(entry < limit, score, Float32(float("-inf")))
 
 
+def put_if_within(out: Any, score: Any, entry: Any, place: tuple[Any, Any, Any]) -> None:
+    """Write a score as `put_score` does, by a store with a predicate in place of a branch."""
+    start, limit, end = place
+    number = ops.select(entry < limit, score, Float32(float("-inf")))
+    text = """{ .reg .pred within; setp.lt.s32 within, {$r1}, {$r2};
+    @within st.global.f32 [{$r0}], {$r3}; }"""  # around a branch a warp's threads meet again
+    numbers = [(out.iterator + start + Int64(entry)).toint(), Int32(entry), Int32(end), number]
+    cute.arch.inline_ptx(text, write_only_types=[], read_only_args=numbers)
+
+
 @cute.jit
 def put_nothing(
     out: Any,
@@ -459,12 +462,12 @@ def scores_kernel(
     pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
     pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
     if cutlass.const_expr(facts.team_of(form).asked_early > 0):
-        let_follow()
+        pdl.let_follow()
         if cute.arch.warp_idx() == 0:
             ask_early(feeds[0], sQ, tensors, walk_of((), (tile, chunk), e), e, form)
-        wait_for_front()
+        pdl.wait_for_front()
     else:
-        follow()
+        pdl.follow()
     if cutlass.const_expr(form.at_once > 1):
         look_up(sTokens, tensors, tile, e, form)
         cute.arch.sync_threads()
@@ -509,17 +512,17 @@ def ask_early(
         if (sequence == tile) & seen & (page >= 0) & (page < e.pages):
             start = address_in(tensors.key_scales, Int64(page) * Int64(e.stride_words), 4)
             row = facts.WIDTH * kind.bytes
-            fetch_weights(start + Int64(along * (form.box * row)), Int32(form.box * row))
+            pdl.fetch_weights(start + Int64(along * (form.box * row)), Int32(form.box * row))
             if cutlass.const_expr(kind.scaled):
                 size = form.box * facts.SCALE_BYTES
                 scales = start + Int64(e.of_page * row + along * size)
-                fetch_weights(scales, Int32(size))
+                pdl.fetch_weights(scales, Int32(size))
     line = Int64(tile) * Int64(e.heads) * facts.WORD_BYTES + Int64(lane * facts.ROW_BYTES)
     if lane * facts.ROW_BYTES < e.heads * facts.WORD_BYTES:
         if cutlass.const_expr(kind.scaled):
-            fetch_line(address_in(tensors.scales, line, 1))
+            pdl.fetch_line(address_in(tensors.scales, line, 1))
         if cutlass.const_expr(form.arithmetic == "float32"):
-            fetch_line(address_in(tensors.weights, line, 1))
+            pdl.fetch_line(address_in(tensors.weights, line, 1))
     _, source = boxes_of(feed, sQ, (form.padded, inner_of(form)))
     # Trap: the DSL elects a lane for a copy, but not for a prefetch.
     with cute.arch.elect_one():
@@ -738,7 +741,8 @@ def put_set(
     """Write a lane's score of (stage, set)."""
     (out, of, key), (stage, which) = to, at
     place = (of.starts[which], of.limits[which], of.ends[which])
-    put_score(out, score, key + stage * facts.keys_of_stage(form) + of.row, place)
+    put = put_if_within if form.operands == "fp8" else put_score
+    put(out, score, key + stage * facts.keys_of_stage(form) + of.row, place)
 
 
 def columns_of(sQ: Any, which: int, form: ScoresForm) -> Any:
@@ -916,7 +920,7 @@ def launch_scores(
         block=[facts.threads(form), 1, 1],
         min_blocks_per_mp=blocks,
         preferred_smem_carveout=WHOLE_CARVEOUT if blocks > 1 else None,
-        use_pdl=EARLY,
+        use_pdl=pdl.EARLY,
         stream=stream,
     )
 
