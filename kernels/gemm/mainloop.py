@@ -326,6 +326,38 @@ def store_piece(
 
 
 @cute.jit
+def store_at_once(outlet: EpilogueBuffers, sums: list[Any], places: list[tuple[Any, Any]]) -> None:
+    """Store all pieces of a warpgroup's tile, each from a buffer of its own: it meets but twice.
+
+    `sums` are of 64 rows each, whose first piece lies at (row, column) of `places`.
+    """
+    if outlet.stores:  # those of the tile before have read the buffers
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.barrier(barrier_id=outlet.barrier, number_of_threads=outlet.threads)
+    of_piece = cutlass.const_expr(cute.size(outlet.shared[None, None, None, 0]))
+    pieces = cute.size(sums[0]) // of_piece
+    for i in cutlass.range_constexpr(len(sums) * pieces):
+        first = i % pieces * of_piece
+        rounded = cute.make_rmem_tensor(outlet.shared[None, None, None, 0].shape, BFloat16)
+        round_into(rounded, [sums[i // pieces][first + j] for j in range(of_piece)], ())
+        cute.copy(outlet.copy, rounded, outlet.shared[None, None, None, i])
+    # TMA reads shared memory through the async proxy; the copy wrote it through the generic one.
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=outlet.barrier, number_of_threads=outlet.threads)
+    if outlet.stores:
+        for i in cutlass.range_constexpr(len(sums) * pieces):
+            target = outlet.target[None, *place_of_piece(i, pieces, places)]
+            cute.copy(outlet.store, outlet.source[None, i], target)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def place_of_piece(piece: int, pieces: int, places: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return where a piece lies, of so many that share rows."""
+    row, column = places[piece // pieces]
+    return row, column + piece % pieces
+
+
+@cute.jit
 def drain(outlet: EpilogueBuffers) -> None:
     """Wait until the TMA stores have read shared memory, which ends with the thread block."""
     if outlet.stores:
@@ -384,8 +416,8 @@ def stages_of(memory: Any, elements: Any, layouts: Any, form: GemmForm) -> tuple
     sA, sB = (shared_of(memory, *each) for each in zip(elements, layouts, strict=True))
     if form.tactic.direct:
         return sA, sB, None, ring_of_stages(memory, form)
-    count, columns = facts.PIECES_AT_ONCE * facts.consumers(form), facts.piece_columns(form.tactic)
-    pieces = piece_layout(count, columns=columns)
+    count = facts.pieces_at_once(form.tactic) * facts.consumers(form)
+    pieces = piece_layout(count, columns=facts.piece_columns(form.tactic))
     return sA, sB, shared_of(memory, BFloat16, pieces), ring_of_stages(memory, form)
 
 
@@ -527,11 +559,13 @@ def multiply_stage(
     warpgroup.commit_group()
 
 
-def outlet_of_warpgroup(store: Any, shared: Any, mma: Any, mine: Any) -> Any:
+def outlet_of_warpgroup(
+    store: Any, shared: Any, mma: Any, mine: Any, buffers: int = facts.PIECES_AT_ONCE
+) -> Any:
     """Return a warpgroup's outlet: its own buffers, its own named barrier."""
     thread, _, _ = cute.arch.thread_idx()
     rows, columns, _ = cute.product_each(shared.shape)
-    own = cute.local_tile(shared, (rows, columns, facts.PIECES_AT_ONCE), (0, 0, mine))
+    own = cute.local_tile(shared, (rows, columns, buffers), (0, 0, mine))
     copy = wgmma_copy(mma)
     return outlet_of(store, own, copy, thread % facts.WARPGROUP, FIRST_BARRIER + mine)
 

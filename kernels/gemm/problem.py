@@ -452,7 +452,7 @@ def footprint(form: GemmForm) -> Footprint:
         rows = form.tactic.rows if has_few_rows(form) else form.tactic.columns
         decoded = decoded_stages(form) * rows * form.tactic.inner * 2
     piece = PIECE_ROWS * piece_columns(form.tactic) * 2
-    output = 0 if form.tactic.direct else consumers(form) * PIECES_AT_ONCE * piece
+    output = 0 if form.tactic.direct else consumers(form) * pieces_at_once(form.tactic) * piece
     if has_few_rows(form):
         # A whole tile leaves at once there, in BF16, not piece by piece.
         output = form.tactic.rows * (form.tactic.columns + FEW_PADDING) * 2
@@ -523,6 +523,12 @@ def decoding_warps(form: GemmForm) -> int:
 def piece_columns(tactic: GemmTactic) -> int:
     """Return the columns of a piece: half as many where the tile's are no whole pieces."""
     return PIECE_COLUMNS if tactic.columns % PIECE_COLUMNS == 0 else PIECE_COLUMNS // 2
+
+
+def pieces_at_once(tactic: GemmTactic) -> int:
+    """Return the buffers of a warpgroup's pieces: of several folds, one for each of a tile."""
+    whole = tactic.folds * tactic.columns // piece_columns(tactic)
+    return whole if tactic.folds > 1 else PIECES_AT_ONCE
 
 
 def piece_of(row: Any, column: Any, warpgroup: Any, tactic: GemmTactic) -> tuple[Any, Any]:

@@ -89,7 +89,7 @@ def gemm_kernel(
     elif cutlass.const_expr(tactic.folds > 1):
         cute.arch.setmaxregister_increase(consuming.registers)
         mma = mainloop.mma_of(Float8E4M3FN, tactic.columns)
-        consume_folds(ring, slots, walk, (mma, sA, sB, group - 1), (store, sD), steps)
+        consume_folds(ring, slots, walk, (mma, sA, sB, group - 1), (store, sD), (extents[0], steps))
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
@@ -241,61 +241,131 @@ def consume_folds(
     walk: Any,
     operands: tuple[Any, ...],
     target: tuple[Any, Any],
-    steps: Any,
+    extents: tuple[Any, Any],
 ) -> None:
     """Sum up and store all tiles of a warpgroup, 64 rows of a stage after 64 rows.
 
-    `operands` are the instruction, the stages of A and of B, and which warpgroup this is.
+    `operands` are the instruction, the stages of A and of B, and which warpgroup this is; `extents`
+    are the rows of A and the stages of a tile.
     """
     mma, sA, sB, mine = operands
+    rows, steps = extents
     tactic = slots.tactic
     folds = tactic.folds
     thread, _, _ = cute.arch.thread_idx()
     within = thread % facts.WARPGROUP
     # wgmma accumulator: a warp has 16 rows, a thread rows g and g + 8 of them.
     first = mine * folds * facts.PIECE_ROWS + within // facts.WARP * 16 + within % facts.WARP // 4
-    outlet = mainloop.outlet_of_warpgroup(*target, mma, mine)
+    outlet = mainloop.outlet_of_warpgroup(*target, mma, mine, facts.pieces_at_once(tactic))
     fragments = [
         mainloop.fragments_of(mma, sA, sB, mine * folds + fold, tactic.columns)
         for fold in range(folds)
     ]
-    stage_sums = fragments[0][1]
-    sums = [mainloop.sums_of(mma, tactic.columns) for _ in range(folds)]
-    read = cute.make_rmem_tensor(2 * folds, Float32)
-    state, stored, chunk = mainloop.consumer_state(ring.num_stages), Int32(0), Int32(0)
+    folded = FoldedSums(
+        mma,
+        fragments,
+        fragments[0][1],
+        [mainloop.sums_of(mma, tactic.columns) for _ in range(folds)],
+        cute.make_rmem_tensor(2 * folds, Float32),
+    )
+    state, chunk = mainloop.consumer_state(ring.num_stages), Int32(0)
+    whole = steps // facts.FACTOR_STAGES
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         row, column = mainloop.tile_at(walk, number)
-        for total in sums:
-            total.fill(0.0)
-        for step in cutlass.range(steps, unroll=1):
-            barrier, factors, parity = slot_at(slots, chunk + step // facts.FACTOR_STAGES)
-            stage = step % facts.FACTOR_STAGES
-            own = factors + 4 * Uint32(stage * facts.factor_stride(tactic) + first)
-            ring.consumer_wait(state)
-            for fold in cutlass.range_constexpr(folds):
-                _, _, a, b = fragments[fold]
-                mainloop.multiply_stage(
-                    mma, stage_sums, *mainloop.stage_of(a, b, state.index), begins=True
-                )
-                if cutlass.const_expr(fold == 0):
-                    # Meanwhile, and at every stage: ptxas runs wgmma one by one where a branch
-                    # lies between them and their wait.
-                    ptx.await_phase(slots.full + barrier, parity)
-                    for i in cutlass.range_constexpr(2 * folds):
-                        at_row = i // 2 * facts.PIECE_ROWS + i % 2 * 8
-                        read[i] = ptx.shared_number(own + 4 * at_row, 0, 1)
-                warpgroup.wait_group(0)
-                if cutlass.const_expr(fold == folds - 1):
-                    ring.consumer_release(state)
-                promote(sums[fold], stage_sums, read[2 * fold], read[2 * fold + 1])
-            last = (stage == facts.FACTOR_STAGES - 1) | (step == steps - 1)
-            ptx.arrive(slots.empty + barrier, (within % facts.WARP == 0) & last)
-            state.advance()
-        chunk += ceil_div(steps, facts.FACTOR_STAGES)
-        for fold in cutlass.range_constexpr(folds):
-            place = facts.piece_of(row, column, mine * folds + fold, tactic)
-            stored = mainloop.store_tile(outlet, sums[fold], place, stored)
+        if row * tactic.rows + mine * folds * facts.PIECE_ROWS < rows:
+            for total in folded.sums:
+                total.fill(0.0)
+            for _ in cutlass.range(whole, unroll=1):
+                state = multiply_chunk(ring, state, folded, (slots, chunk, first), None)
+                chunk += 1
+            if steps > whole * facts.FACTOR_STAGES:
+                rest = steps - whole * facts.FACTOR_STAGES
+                state = multiply_chunk(ring, state, folded, (slots, chunk, first), rest)
+                chunk += 1
+            places = [
+                facts.piece_of(row, column, mine * folds + fold, tactic) for fold in range(folds)
+            ]
+            mainloop.store_at_once(outlet, folded.sums, places)
+        else:
+            state = skip_tile(ring, state, slots, chunk, steps)
+            chunk += ceil_div(steps, facts.FACTOR_STAGES)
     mainloop.drain(outlet)
+
+
+@cute.jit
+def skip_tile(ring: Any, state: Any, slots: FactorSlots, chunk: Any, steps: Any) -> Any:
+    """Give back all stages and slots of a tile whose rows of this warpgroup lie outside of A."""
+    thread, _, _ = cute.arch.thread_idx()
+    for step in cutlass.range(steps, unroll=1):
+        barrier, _, parity = slot_at(slots, chunk + step // facts.FACTOR_STAGES)
+        ptx.await_phase(slots.full + barrier, parity)
+        last = (step % facts.FACTOR_STAGES == facts.FACTOR_STAGES - 1) | (step == steps - 1)
+        ring.consumer_wait(state)
+        ring.consumer_release(state)
+        state.advance()
+        ptx.arrive(slots.empty + barrier, (thread % facts.WARP == 0) & last)
+    return state
+
+
+class FoldedSums(NamedTuple):
+    """What a warpgroup holds of a tile: 64 rows, and 64 rows more, in turn."""
+
+    mma: Any
+    fragments: list[Any]
+    stage_sums: Any
+    sums: list[Any]
+    factors: Any  # of a stage: two rows of each fold
+
+
+@cute.jit
+def multiply_chunk(
+    ring: Any,
+    state: Any,
+    folded: FoldedSums,
+    factors: tuple[FactorSlots, Any, Any],
+    stages: Any,
+) -> Any:
+    """Add the stages of a slot of factors; `stages` is their number, None that of a whole slot.
+
+    The slots, the number of this one, and the first row of the thread are `factors`.
+    """
+    slots, chunk, first = factors
+    barrier, start, parity = slot_at(slots, chunk)
+    stride, own = 4 * facts.factor_stride(slots.tactic), start + 4 * Uint32(first)
+    ptx.await_phase(slots.full + barrier, parity)
+    if cutlass.const_expr(stages is None):
+        for stage in cutlass.range_constexpr(facts.FACTOR_STAGES):
+            state = multiply_folds(ring, state, folded, own + stage * stride)
+    else:
+        for stage in cutlass.range(stages, unroll=1):
+            state = multiply_folds(ring, state, folded, own + Uint32(stage * stride))
+    thread, _, _ = cute.arch.thread_idx()
+    ptx.arrive(slots.empty + barrier, thread % facts.WARP == 0)
+    return state
+
+
+def multiply_folds(ring: Any, state: Any, folded: FoldedSums, own: Any) -> Any:
+    """Multiply and promote a stage, 64 rows after 64 rows; its factors are read meanwhile.
+
+    Trap: ptxas runs wgmma one by one where a branch lies between them and their wait.
+    """
+    ring.consumer_wait(state)
+    for fold, (_, _, a, b) in enumerate(folded.fragments):
+        mainloop.multiply_stage(
+            folded.mma, folded.stage_sums, *mainloop.stage_of(a, b, state.index), begins=True
+        )
+        if fold == 0:
+            for i in range(cute.size(folded.factors)):
+                at_row = i // 2 * facts.PIECE_ROWS + i % 2 * 8
+                folded.factors[i] = ptx.shared_number(own + 4 * at_row, 0, 1)
+        warpgroup.wait_group(0)
+        if fold == len(folded.fragments) - 1:
+            ring.consumer_release(state)
+        pair = (folded.factors[2 * fold + row] for row in (0, 1))
+        promote(folded.sums[fold], folded.stage_sums, *pair)
+    state = state.clone()
+    state.advance()
+    return state
 
 
 # ---- few numbers of D ----------------------------------------------------------------------------

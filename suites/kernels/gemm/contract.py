@@ -72,10 +72,12 @@ def _is_bf16(kernel: CompiledKernel, form: GemmForm) -> None:
 def _is_fp8(kernel: CompiledKernel, form: GemmForm) -> None:
     _leaves(kernel, form)
     shape = f"m64n{form.tactic.columns}k32.f32.e4m3.e4m3"
-    # Overlapped stages: the first, two that take turns, one where their number is even.
+    # Overlapped stages: the first, two that take turns, one where their number is even. Of folds
+    # each stage of a slot of factors has its own text, and those of a last slot share one.
     overlapped, folds = gemm.overlaps(form), form.tactic.folds
     assert overlapped is (folds == 1)
-    stages, promoted = (4, 5) if overlapped else (folds, folds)
+    taken = folds * (gemm.FACTOR_STAGES + 1)
+    stages, promoted = (4, 5) if overlapped else (taken, taken)
     assert gemm_code.wgmmas(kernel.ptx) == 4 * stages * [f"wgmma.mma_async.sync.aligned.{shape}"]
     # A sum of a stage is promoted by one fma; a thread holds so many sums.
     assert len(fused_instructions(kernel.ptx)) == promoted * form.tactic.columns // 2

@@ -106,6 +106,10 @@ def _unexchanged(true: Any, number: int, row: Any, lane: Any, swapped: bool) -> 
     return tuple(reversed(true(number, row, lane, swapped and False))) if swapped else None
 
 
+def _exchanged_pieces(true: Any, piece: int, pieces: int, places: Any) -> Any:
+    return true(piece ^ 1, pieces, places)
+
+
 def _never_begins(true: Any, *arguments: Any, begins: bool) -> Any:
     return true(*arguments, begins=begins and False)
 
@@ -143,6 +147,14 @@ FAULTS = (
     Fault("scale group of the step before", "fp8_block", _FP8, "scale_at", _step_before),
     Fault("scales of rows changed", "fp8_block", _FP8, "promote", _rows_changed, extents=MANY),
     Fault("scales of the first block", "fp8_block", _FP8, "block_of", _first_block, extents=MANY),
+    Fault(
+        "pieces exchanged",
+        "fp8_block",
+        _EPILOGUE,
+        "place_of_piece",
+        _exchanged_pieces,
+        extents=MANY,
+    ),
     Fault("scale of the row beside", "fp8_block", _FP8, "factor_of", _of_neighbour, extents=FEW),
     Fault("pairs of rows of B", "bf16", _EPILOGUE, "place_of_word", _unexchanged, extents=FEW),
     Fault("parity of a stage", "bf16", _WGMMA, "consumer_state", _other_parity, violent=True),

@@ -21,7 +21,7 @@ def named(fault: faults.Fault) -> str:
 
 
 def test_names_are_their_own() -> None:
-    assert len(faults.BY_NAME) == len(faults.FAULTS) == 15
+    assert len(faults.BY_NAME) == len(faults.FAULTS) == 16
 
 
 def test_a_planted_fault_is_removed() -> None:
