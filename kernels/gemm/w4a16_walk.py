@@ -223,10 +223,10 @@ def keep_row(
             up: Any = None
             if cutlass.const_expr(form.source == SWIGLU.name):
                 up = ptx.global_words(at + Int64(task.columns) * 2, each // 2)
-            scaling = words.scaling_of(scale, None)  # while the values are on their way
+            decoding = words.decoding_of(scale)  # while the values are on their way
             if cutlass.const_expr(form.source == SWIGLU.name):
                 read = words.swiglu_words(read, up, form.limit)
-            halves = quantised_halves(read, scaling)
+            halves = quantised_halves(read, decoding)
         if cutlass.const_expr(each == VECTOR):
             if inside:
                 to = own + round_ * facts.STEP_BYTES + lane % lanes * 16
@@ -242,7 +242,7 @@ def keep_row(
     cute.arch.sync_warp()
 
 
-def quantised_halves(read: list[Any], scaling: Any) -> list[Any]:
+def quantised_halves(read: list[Any], decoding: Any) -> list[Any]:
     """Return words of two BF16 quantised and decoded, as FP16; a block's lanes are neighbours."""
     largest = words.block_amax(read)
     distance = 1
@@ -250,12 +250,10 @@ def quantised_halves(read: list[Any], scaling: Any) -> list[Any]:
         other = cute.arch.shuffle_sync_bfly(largest, offset=distance)
         largest = ops.maximum(largest, Float32(other))
         distance *= 2
-    code = words.scale_code_of(largest, scaling.share)
-    factor = ops.nvfp4_block_encode_scale(code, scaling.encode)
+    code, factor = words.coded_scale(largest, decoding)
+    scale = words.e4m3_number(code)
     scaled = [ops.multiply_rn(number, factor) for number in words.numbers_of(read)]
-    block_scale = words.e4m3_number(code)
-    rounded = e2m1_rounded(scaled, words.INSTRUCTIONS)
-    return ptx.halves_of([ops.multiply_rn(number, block_scale) for number in rounded])
+    return ptx.halves_of([e2m1_rounded(number, scale) for number in scaled])
 
 
 class WalkLane(NamedTuple):

@@ -18,7 +18,12 @@ from degarble.kernels.primitives import e2m1 as halves
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives import kv_problem as rules
 from degarble.kernels.primitives import quantise_problem as facts
-from degarble.kernels.primitives.e2m1 import NUMBERS, WordOperations, e2m1_word
+from degarble.kernels.primitives.e2m1 import (
+    NUMBERS,
+    WordOperations,
+    e2m1_rounded,
+    e2m1_word,
+)
 from degarble.kernels.runtime.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -79,6 +84,22 @@ def warp_folded(number: Any) -> Any:
 def square_root(number: Any) -> Any:
     """Return the square root of a float32, rounded once to nearest even."""
     return emit("sqrt.rn.f32 {$w0}, {$r0};", Float32, number)
+
+
+def computed_here(number: Any) -> Any:
+    """Return an Int64 that is computed where this stands, such as an address in front of a wait.
+
+    The compiler would compute it where it is first used, behind the wait.
+    """
+    return emit("mov.b64 {$w0}, {$r0};", Int64, number)
+
+
+def inverse_rn(number: Any) -> Any:
+    """Return one over a float32, rounded once to nearest even: the bits of a division, sooner.
+
+    It is computed where this stands.
+    """
+    return emit("rcp.rn.f32 {$w0}, {$r0};", Float32, number)
 
 
 def block_amax(words: list[Any]) -> Any:
@@ -194,6 +215,37 @@ def scaling_of(decode_scale: Any, factors: Any) -> Scaling:
     """Return the scaling that follows from a decode scale."""
     encode = ops.divide_rn(1.0, decode_scale)
     return Scaling(encode, ops.multiply_rn(encode, codecs.ONE_SIXTH), factors)
+
+
+class DecodeScaling(NamedTuple):
+    """What follows from a decode scale."""
+
+    share: Any  # a sixth of the encode scale
+    inverse: Any  # one over the encode scale
+
+
+def quotient_of_one(number: Any) -> Any:
+    """Return one over a float32 by a division, which the compiler may put off; bits as above."""
+    return ops.divide_rn(1.0, number)
+
+
+def decoding_of(scale: Any, inverse: Callable[[Any], Any] = quotient_of_one) -> DecodeScaling:
+    """Return what follows from a decode scale; with `inverse_rn` it is computed where this stands.
+
+    There it waits for the scale to have come.
+    """
+    encode = inverse(scale)
+    return DecodeScaling(ops.multiply_rn(encode, codecs.ONE_SIXTH), inverse(encode))
+
+
+def coded_scale(largest: Any, decoding: DecodeScaling) -> tuple[Any, Any]:
+    """Return the code of a block's scale, and the factor of its values before they are coded.
+
+    The factor is scalar_ops.nvfp4_block_encode_scale of the encode scale.
+    """
+    code = scale_code_of(largest, decoding.share)
+    decode_scale = ops.multiply_rn(codecs.e4m3_decode(code), decoding.inverse)
+    return code, ops.minimum(inverse_rn(decode_scale), codecs.FLOAT32_MAX)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -441,6 +493,13 @@ def fp8_values(words: list[Any], scale_code: Any) -> list[Any]:
 def nvfp4_values(word: Any, scale_code: Any) -> list[Any]:
     """Return the BF16 words of a half of codes and its E4M3 scale."""
     return rounded_words(rules.e2m1_numbers(word, e4m3_number(scale_code)))
+
+
+def nvfp4_rounded(words: list[Any], factor: Any, scale_code: Any) -> list[Any]:
+    """Return BF16 words as NVFP4 has them: what `nvfp4_values` makes of their codes."""
+    scale = e4m3_number(scale_code)
+    scaled = [ops.multiply_rn(number, factor) for number in numbers_of(words)]
+    return rounded_words([e2m1_rounded(number, scale) for number in scaled])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 NUMBERS = 8  # in a word, the first in the lowest four bits
 SIGN_AND_EXPONENT: Final = 0xFF80_0000
 _SIGN: Final = 0x8000_0000
+_EXPONENT: Final = 0x7F80_0000
 _MAGNITUDE: Final = 0x7FFF_FFFF
 
 # For a number of power E = 2**e, e = 0, 1, 2: the sum E * (2**22 + 1) + number has the step E / 2,
@@ -91,30 +92,24 @@ def e2m1_word(numbers: Sequence[Any], primitives: WordOperations = WORD_OPERATOR
     return word
 
 
-def e2m1_rounded(numbers: Sequence[Any], primitives: WordOperations = WORD_OPERATORS) -> list[Any]:
-    """Return what the codes of numbers stand for, without making the codes."""
-    found = []
-    for number in numbers:
-        limited, power = _limited_and_power(number, primitives)
-        total = ops.fma_rn(power, _SUMMAND, limited)
-        value = ops.bits_of(ops.fma_rn(power, -_SUMMAND, total))  # exact
-        sign = ops.bits_of(limited) & primitives.constant(_SIGN)  # of a zero it is lost
-        magnitude = value & primitives.constant(_MAGNITUDE)
-        found.append(ops.number_of(sign | magnitude))
-    return found
-
-
 def _sum(number: Any, primitives: WordOperations) -> Any:
     """Return the bits of the number plus 2**22 of its steps: the addition rounds it to a code."""
-    limited, power = _limited_and_power(number, primitives)
-    return ops.bits_of(ops.fma_rn(power, _SUMMAND, limited))
+    number = primitives.limited(number)
+    power = ops.number_of(ops.bits_of(number) & primitives.constant(SIGN_AND_EXPONENT))
+    return ops.bits_of(ops.fma_rn(primitives.at_least_one(power), _SUMMAND, number))
 
 
-def _limited_and_power(number: Any, primitives: WordOperations) -> tuple[Any, Any]:
-    """Return a number of magnitude 6 at most, and its power of two with its sign, 1 at least."""
-    limited = primitives.limited(number)
-    power = ops.number_of(ops.bits_of(limited) & primitives.constant(SIGN_AND_EXPONENT))
-    return limited, primitives.at_least_one(power)
+def e2m1_rounded(number: Any, scale: Any) -> Any:
+    """Return what a number's code stands for, times a scale that is not negative.
+
+    The sum that holds the code less what was added to it is the code's value: half the instructions
+    of a code that is decoded again, with the same bits. A zero keeps its sign, and a NaN is 6.
+    """
+    magnitude = ops.minimum(ops.absolute(number), E2M1_MAX)
+    power = ops.maximum(ops.number_of(ops.bits_of(magnitude) & _EXPONENT), 1.0)
+    rounded = ops.fma_rn(power, -_SUMMAND, ops.fma_rn(power, _SUMMAND, magnitude))
+    signed = ops.number_of(ops.bits_of(scale) ^ (ops.bits_of(number) & _SIGN))
+    return ops.multiply_rn(rounded, signed)
 
 
 # --------------------------------------------------------------------------------------------------

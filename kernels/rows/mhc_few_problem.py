@@ -124,7 +124,7 @@ class OnwardForm:
     @property
     def project(self) -> ProjectForm:
         """Return the form of the projection whose device code sums a piece."""
-        return ProjectForm("layer", few=True, target=self.target, lines="pieces")
+        return ProjectForm("layer", few=True, target=self.target, lines="pieces", one_step=True)
 
     @property
     def lanes(self) -> int:

@@ -454,6 +454,7 @@ class ProjectForm:
     few: bool
     target: str
     lines: str = "groups"  # which sums of a token go through memory
+    one_step: bool = False  # whether a warp has no more than one step of K
 
     @property
     def tiles(self) -> int:
@@ -483,7 +484,7 @@ class ProjectForm:
     @property
     def shared_bytes(self) -> int:
         """Return the shared memory of a thread block."""
-        return STAGES * self.stage_rows * ROW_BYTES
+        return (1 if self.one_step else STAGES) * self.stage_rows * ROW_BYTES
 
     @property
     def tokens_of_block(self) -> int:
@@ -498,8 +499,10 @@ def rows_of(kind: str) -> int:
 
 
 def choose_form(problem: ProjectProblem, target: str) -> ProjectForm:
-    """Return the form for a problem; it depends on the number of tokens."""
-    return ProjectForm(problem.kind, problem.tokens <= FEW_TOKENS, target, problem.lines)
+    """Return the form for a problem; it depends on the number of tokens, and on steps of K."""
+    few = problem.tokens <= FEW_TOKENS
+    one_step = problem.lines == "pieces" and InnerCut(problem.inner).per_piece == 1
+    return ProjectForm(problem.kind, few, target, problem.lines, one_step)
 
 
 def chunk_place(row: Any, chunk: Any) -> Any:

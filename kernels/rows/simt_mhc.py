@@ -172,14 +172,17 @@ def line_factors(
     state = tuple(cute.make_rmem_tensor(count, Float32) for count in (*[STREAMS] * 4, 2))
     hold(state, facts.sinkhorn_begun(columns, epsilon, PROCESSOR))
     if cutlass.const_expr(form.ends_early):
-        # Once an iteration changes no bit, later ones change none either. The test looks at the
-        # iteration before the last one, so that no iteration waits for its result.
-        number, changed, changing = Int32(1), Uint32(1), Uint32(1)
+        # Once two iterations leave every bit as it was, further pairs do so too.
+        number, changed = Int32(1), Uint32(1)
+        if iterations % 2 == 0:
+            hold(state, facts.sinkhorn_step((powers, columns), held(state), epsilon, PROCESSOR))
+            number += 1
         while (number < iterations) & (changed != 0):
             before = held(state)
-            hold(state, facts.sinkhorn_step((powers, columns), before, epsilon, PROCESSOR))
-            changed, changing = changing, bits_changed(before, held(state))
-            number += 1
+            between = facts.sinkhorn_step((powers, columns), before, epsilon, PROCESSOR)
+            hold(state, facts.sinkhorn_step((powers, columns), between, epsilon, PROCESSOR))
+            changed = bits_changed(before, held(state))
+            number += 2
     else:
         for _ in cutlass.range(1, iterations, unroll=1):
             hold(state, facts.sinkhorn_step((powers, columns), held(state), epsilon, PROCESSOR))
@@ -217,6 +220,23 @@ def store_gates(tensor: Any, place: tuple[Any, Any], numbers: list[Any], form: M
     cute.autovec_copy(registers, view[None, token * form.lanes + lane])
 
 
+def rows_of_mix(
+    logits: list[list[Any]], streams: list[Any], told: tuple[Any, Any], form: MhcMixForm
+) -> list[list[Any]]:
+    """Return a lane's rows of a token's mix from their logits; told: iterations, epsilon.
+
+    Each lane has all powers of its token and divides all lines: no step waits for another lane.
+    """
+    iterations, epsilon = told
+    own = [facts.softmax_row(of_stream, epsilon, PROCESSOR) for of_stream in logits]
+    powers = of_token(own, cute.arch.lane_idx(), form.lanes)
+    rShares, rFactors = line_factors(powers, iterations, epsilon, form)
+    return [
+        facts.scaled_row(row, own_of(four(rShares), stream), four(rFactors))
+        for row, stream in zip(own, streams, strict=True)
+    ]
+
+
 @cute.jit
 def put_coefficients(
     tensors: Any,
@@ -227,8 +247,7 @@ def put_coefficients(
     """Compute post and rows of mix of a lane's streams, and pre in the part `coefficients`.
 
     `place` is a token, the number of tokens, the first stream, and the token whose products are
-    read. Each lane has all powers of its token and divides all lines: no step waits for another
-    lane.
+    read.
     """
     wanted_token, tokens, first, token = place
     iterations, _, _, epsilon = numbers
@@ -245,16 +264,12 @@ def put_coefficients(
         ]
         for group in ((1, 0) if form.part == "coefficients" else (1,))
     ]
-    own = [facts.softmax_row(of_stream, epsilon, PROCESSOR) for of_stream in logits]
-    powers = of_token(own, cute.arch.lane_idx(), form.lanes)
     posts = adjacent([ops.multiply_rn(gate, 2.0) for gate in gates[0]], first, form)
     pres = adjacent([ops.add_rn(gate, epsilon) for gate in gates[-1]], first, form)
-    rShares, rFactors = line_factors(powers, iterations, epsilon, form)
+    made = rows_of_mix(logits, streams, (iterations, epsilon), form)
     if wanted_token < tokens:
         for number in cutlass.range_constexpr(STREAMS // form.lanes):
-            stream = streams[number]
-            made = facts.scaled_row(own[number], own_of(four(rShares), stream), four(rFactors))
-            store_four(tensors.mix, wanted_token * STREAMS + stream, made)
+            store_four(tensors.mix, wanted_token * STREAMS + streams[number], made[number])
         store_gates(tensors.post, (wanted_token, first), posts, form)
         if cutlass.const_expr(form.part == "coefficients"):
             store_gates(tensors.pre, (wanted_token, first), pres, form)

@@ -2,12 +2,13 @@
 
 One source for sm_90a and sm_100a. A token has a cluster of thread blocks, each with the columns of
 one warp of RMSNorm's lanes; a thread has half a block of 16 values.
-  1. Warps add up groups of the projection's partial sums, and give each to all thread blocks.
-  2. After a barrier of the cluster every warp adds groups to the whole, a lane a column, and knows
-     the gates. One more warp of the first thread block computes post and mix meanwhile.
+  1. Warps add up groups of the projection's partial sums, a thread block a span of four groups,
+     and give it to all thread blocks (cluster_norm says how).
+  2. When all spans have come every warp adds them to the whole, a lane a column, and knows the
+     gates. One more warp of the first thread block computes mix meanwhile.
   3. Four streams are collapsed; sums of squares are folded as RMSNorm folds them, and exchanged.
-  4. After the second barrier each thread norms its values, and quantises and decodes them, as often
-     as wanted, with a scale of its own each time.
+  4. Each thread norms its values, and quantises and decodes them, as often as wanted, with a scale
+     of its own each time.
 Bits are those of simt_mhc_project, simt_mhc, simt_rmsnorm and simt_quantise_nvfp4 one by one.
 
 Never waits for the GPU, so it may be captured in a graph. Shape letters as in mhc_few_problem.
@@ -20,17 +21,16 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import (
-    Scaling,
     block_amax,
-    half_code_word,
+    coded_scale,
+    computed_here,
+    decoding_of,
+    inverse_rn,
     numbers_of,
-    nvfp4_values,
+    nvfp4_rounded,
     rounded_words,
-    scale_code_of,
-    scaling_of,
     square_root,
     store,
     vectors,
@@ -40,7 +40,7 @@ from degarble.kernels.primitives.quantise_problem import BLOCK
 from degarble.kernels.rows import cluster_norm, mhc_problem, simt_mhc
 from degarble.kernels.rows import mhc_few_problem as facts
 from degarble.kernels.rows import problem as norms
-from degarble.kernels.rows.cluster_norm import address_of, give
+from degarble.kernels.rows.cluster_norm import address_of, awaited, clear, give
 from degarble.kernels.rows.mhc_few_problem import (
     MOST_DECODED,
     MhcNormForm,
@@ -50,11 +50,12 @@ from degarble.kernels.rows.mhc_problem import (
     CHUNK_VALUES,
     COEFFICIENTS,
     LINE,
-    MOST_GROUPS,
+    MOST_SPANS,
+    SPAN,
     SQUARES,
     STREAMS,
 )
-from degarble.kernels.rows.simt_mhc_project import in_spans, in_turn, lines_of
+from degarble.kernels.rows.simt_mhc_project import PartialLines, in_turn, lines_at, lines_of
 from degarble.kernels.runtime.kernel import (
     Kernel,
     LaunchContext,
@@ -64,10 +65,16 @@ from degarble.kernels.runtime.kernel import (
     as_vector,
 )
 from degarble.kernels.runtime.operands import DTYPES
-from degarble.kernels.runtime.pdl import EARLY, fetch_line, fetch_weights, follow
+from degarble.kernels.runtime.pdl import (
+    EARLY,
+    fetch_line,
+    fetch_weights,
+    let_follow,
+    wait_for_front,
+)
 
 WORDS = CHUNK_VALUES // 2
-SCALES = 3  # of pre, post and mix
+GATES = 2  # groups of columns, pre and post; behind them the rows of mix
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -89,84 +96,92 @@ class MhcNormTensors(NamedTuple):
     decoded: Any  # BF16 [T, D] each
 
 
-class CoefficientTensors(NamedTuple):
-    """What simt_mhc's coefficients read, from shared memory, and write."""
-
-    products: Any
-    squares: Any
-    base: Any
-    scale: Any
-    post: Any
-    mix: Any
-
-
 class NormShared(NamedTuple):
     """Shared memory of a thread block."""
 
-    groups: Any  # float32 [16, 32], of the cluster
-    lanes: Any  # float32 [32], sums of squares of this thread block's lanes
-    totals: Any  # float32 [16], of the cluster's thread blocks; absent ones stay 0
-    whole: Any  # float32 [32], products and squares
-    told: Any  # float32 [32], base and behind it scale, of the warp that mixes
+    groups: Any  # float32 [turns, 32, 4], a column's sums of this thread block's groups
+    spans: Any  # float32 [32, 4], a column's sums of the cluster's spans
+    lanes: Any  # float32 [32, 8], sums of squares of lanes, of the cluster's thread blocks
 
 
-def shared_memory() -> NormShared:
+def shared_memory(form: MhcNormForm) -> NormShared:
     """Allocate the shared memory, at the same places in every thread block."""
     memory = cutlass.memory.SmemAllocator()
-    groups = memory.allocate_tensor(Float32, cute.make_layout((LINE, MOST_GROUPS)), 128)
-    lanes = memory.allocate_tensor(Float32, cute.make_layout(norms.LANES), 128)
-    totals = memory.allocate_tensor(Float32, cute.make_layout(norms.MOST_WARPS), 128)
-    whole, told = (memory.allocate_tensor(Float32, cute.make_layout(LINE), 128) for _ in range(2))
-    return NormShared(groups, lanes, totals, whole, told)
+    of_groups = cute.make_layout((SPAN, LINE, form.turns))
+    groups = memory.allocate_tensor(Float32, of_groups, 128)
+    spans = memory.allocate_tensor(Float32, cute.make_layout((MOST_SPANS, LINE)), 128)
+    lanes = memory.allocate_tensor(Float32, cute.make_layout(cluster_norm.PLACES), 128)
+    return NormShared(groups, spans, lanes)
 
 
 @cute.jit
-def add_groups(
-    tensors: MhcNormTensors,
+def begin(shared: NormShared, thread: Any) -> None:
+    """Clear what the cluster will give, and meet its thread blocks, which may give it then."""
+    if thread < MOST_SPANS * LINE:
+        clear(address_of(shared.spans, thread))
+        for first in cutlass.range_constexpr(0, cluster_norm.PLACES, MOST_SPANS * LINE):
+            clear(address_of(shared.lanes, first + thread))
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+def group_lines(
+    tensors: MhcNormTensors, place: tuple[Any, Any, Any], pieces: Any, form: MhcNormForm
+) -> list[PartialLines]:
+    """Return where a warp's groups of partial sums lie, a lane a column; none without a span."""
+    token, rank, (warp, lane) = place
+    found = []
+    for turn in range(form.turns):
+        first = ((turn * form.cluster + rank) * SPAN + warp) * form.in_group
+        between = (first, ops.minimum(first + form.in_group, pieces))
+        found.append(lines_at(tensors, (token, lane, pieces), between))
+    return found
+
+
+@cute.jit
+def give_spans(
     shared: NormShared,
+    lines: list[list[Any]],
     place: tuple[Any, Any, Any],
-    pieces: Any,
     form: cutlass.Constexpr,
 ) -> None:
-    """Add up a warp's groups of partial sums, a lane a column, and give them to the cluster."""
-    token, rank, (warp, lane) = place
+    """Add up a thread block's groups, a warp each, and then their spans; give those to all."""
+    rank, warp, lane = place
     for turn in cutlass.range_constexpr(form.turns):
-        group = (turn * form.cluster + rank) * cluster_norm.WARPS + warp
-        if group < MOST_GROUPS:
-            first = group * form.in_group
-            between = (first, ops.minimum(first + form.in_group, pieces))
-            total = in_turn(lines_of(tensors, (token, lane, pieces), between, form.in_group))
-            address = address_of(shared.groups, group * LINE + lane)
-            for other in cutlass.range_constexpr(form.cluster):
-                give(address, total, other)
+        shared.groups[warp, lane, turn] = in_turn(lines[turn])
+    cute.arch.barrier(barrier_id=cluster_norm.BARRIER, number_of_threads=cluster_norm.THREADS)
+    for turn in cutlass.range_constexpr(form.turns):
+        span = turn * form.cluster + rank
+        if span < MOST_SPANS:
+            rGroups = cute.make_rmem_tensor(SPAN, Float32)
+            cute.autovec_copy(shared.groups[None, lane, turn], rGroups)
+            total = in_turn([Float32(rGroups[group]) for group in range(SPAN)])
+            address = address_of(shared.spans, lane * MOST_SPANS + span)
+            for number in cutlass.range_constexpr(-(-form.cluster // cluster_norm.WARPS)):
+                other = number * cluster_norm.WARPS + warp
+                if other < form.cluster:
+                    give(address, total, other)
 
 
 def column_sum(shared: NormShared, lane: Any) -> Any:
     """Return a lane's column of the projection: a product, or in lane SQUARES the squares."""
-    return in_spans([Float32(shared.groups[lane, group]) for group in range(MOST_GROUPS)])
+    return in_turn(awaited(address_of(shared.spans, lane * MOST_SPANS), MOST_SPANS))
 
 
-def gates_of(whole: Any, told: tuple[Any, Any], numbers: tuple[Any, ...]) -> list[Any]:
-    """Return the weights of the streams in the collapse, from the columns of a warp's lanes.
+def gates_of(whole: Any, told: tuple[Any, Any], numbers: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """Return the weights of the streams in the collapse, and the gate of a lane's column.
 
-    `told` has the base of a lane's stream, and the scale of the gates.
+    `told` has the base of a lane's column, and the scale of its group: pre, and behind it post.
     """
     (base, scale), (_, share, norm_epsilon, epsilon) = told, numbers
     squares = Float32(cute.arch.shuffle_sync(whole, offset=SQUARES))
     primitives = simt_mhc.PROCESSOR
     factor = mhc_problem.norm_factor(squares, share, norm_epsilon, primitives)
     logit = mhc_problem.logit(whole, factor, scale, base)
-    own = ops.add_rn(mhc_problem.gate(logit, primitives), epsilon)
-    return [Float32(cute.arch.shuffle_sync(own, offset=other)) for other in range(STREAMS)]
-
-
-@cute.jit
-def keep_told(tensors: MhcNormTensors, shared: NormShared, lane: Any) -> None:
-    """Read base and scale by a lane each, so that they are there when the columns are."""
-    if lane < SQUARES:
-        shared.told[lane] = tensors.base[lane % STREAMS, lane // STREAMS]
-    elif lane < SQUARES + SCALES:
-        shared.told[lane] = tensors.scale[lane - SQUARES]
+    gate = mhc_problem.gate(logit, primitives)
+    own = ops.add_rn(gate, epsilon)
+    weights = [Float32(cute.arch.shuffle_sync(own, offset=other)) for other in range(STREAMS)]
+    return weights, gate
 
 
 @cute.jit
@@ -177,39 +192,33 @@ def mixed(
     numbers: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Compute post and mix of a token by one warp, whose first four lanes write them."""
+    """Compute mix of a token by one warp; four lanes share it, and the first four write it."""
     token, lane = place
-    shared.whole[lane] = column_sum(shared, lane)
-    cute.arch.sync_warp()
-    of_four = cute.make_layout((STREAMS, LINE // STREAMS), stride=(1, STREAMS))
-    of_columns, of_told = shared.whole.iterator, shared.told.iterator
-    told = CoefficientTensors(
-        products=cute.make_tensor(of_columns, of_four),
-        squares=cute.make_tensor(of_columns + SQUARES, cute.make_layout(1)),
-        base=cute.make_tensor(of_told, of_four),
-        scale=cute.make_tensor(of_told + SQUARES, cute.make_layout(SCALES)),
-        post=tensors.post,
-        mix=tensors.mix,
-    )
-    # Further lanes take part in shuffles, and write nothing.
-    wanted = token + ops.select(lane < STREAMS, Int32(0), Int32(1 << 30))
-    own = (wanted, Int32(1 << 30), lane % STREAMS, Int32(0))
-    simt_mhc.put_coefficients(told, own, numbers, form.mixing)
+    iterations, share, norm_epsilon, epsilon = numbers
+    stream, primitives = lane % STREAMS, simt_mhc.PROCESSOR
+    # Read before the columns are awaited.
+    base = simt_mhc.loaded_numbers(tensors.base, GATES + stream)
+    scale = Float32(tensors.scale[GATES])
+    whole = column_sum(shared, lane)
+    squares = Float32(cute.arch.shuffle_sync(whole, offset=SQUARES))
+    factor = mhc_problem.norm_factor(squares, share, norm_epsilon, primitives)
+    first = (GATES + stream) * STREAMS
+    logits = [
+        mhc_problem.logit(
+            Float32(cute.arch.shuffle_sync(whole, offset=first + number)), factor, scale, of_base
+        )
+        for number, of_base in enumerate(base)
+    ]
+    told = (iterations, epsilon)
+    made = simt_mhc.rows_of_mix([logits], [stream], told, form.mixing)
+    if lane < STREAMS:
+        simt_mhc.store_four(tensors.mix, token * STREAMS + stream, made[0])
 
 
 def weights_of(registers: Any, form: MhcNormForm) -> list[Any]:
     """Return the norm's float32 weights of a chunk."""
     words = words_of(registers)
     return [ops.number_of(word) for word in words] if form.weight == "fp32" else numbers_of(words)
-
-
-def decoded_words(words: list[Any], scaling: Scaling, form: MhcNormForm) -> list[Any]:
-    """Quantise half a block to NVFP4 with its neighbour's half; return what its codes stand for."""
-    largest = block_amax(words)
-    largest = ops.maximum(largest, Float32(cute.arch.shuffle_sync_bfly(largest, offset=1)))
-    code = scale_code_of(largest, scaling.share)
-    factor = codecs.nvfp4_block_encode_scale(code, scaling.encode)
-    return nvfp4_values(half_code_word(words, factor, form.target), code)
 
 
 @cute.kernel
@@ -225,67 +234,68 @@ def norm_kernel(  # noqa: PLR0915  one token: what a thread holds would have to 
     thread, rank, token = Int32(thread), Int32(rank), Int32(token)
     lane, warp = thread % 32, thread // 32
     chunks, pieces, lanes = extents
-    shared = shared_memory()
-    if thread < norms.MOST_WARPS:
-        shared.totals[thread] = Float32(0.0)
+    shared = shared_memory(form)
+    let_follow()
     if (thread == 0) & (rank == 0):
         size = CHUNK_VALUES * (4 if form.weight == "fp32" else 2)
         fetch_weights(tensors.weight.iterator.toint(), Uint32(chunks * size))
         for each in (tensors.base, tensors.scale, *tensors.decode_scales):
             fetch_line(each.iterator.toint())
-    # Others may write here once all have begun.
-    cute.arch.cluster_arrive()
-    follow()
+    begin(shared, thread)
+    groups = group_lines(tensors, (token, rank, (warp, lane)), pieces, form)
+    chunk = 2 * cluster_norm.block_of(thread, rank, lanes) + thread % 2
+    own = computed_here(Int64(token) * Int64(chunks) + Int64(chunk))
+    first = computed_here(Int64(token) * STREAMS * Int64(chunks) + Int64(chunk))
+    wait_for_front()
     if warp < cluster_norm.WARPS:
-        chunk = 2 * cluster_norm.block_of(thread, rank, lanes) + thread % 2
-        exists = chunk < chunks
+        # First what sums wait for.
+        lines = [lines_of(each, form.in_group) for each in groups]
+        exists, group = chunk < chunks, lane // STREAMS % GATES
         rStreams = cute.make_rmem_tensor(cute.make_layout((WORDS, STREAMS)), Uint32)
         rStreams.fill(0)
         of_weight = CHUNK_VALUES if form.weight == "fp32" else WORDS
         rWeight = cute.make_rmem_tensor(of_weight, Uint32)
         rWeight.fill(0)
-        first = Int64(token) * STREAMS * Int64(chunks) + Int64(chunk)
         if exists:
             for stream in cutlass.range_constexpr(STREAMS):
                 at = first + Int64(stream * chunks)
                 cute.autovec_copy(tensors.streams[None, at], rStreams[None, stream])
             cute.autovec_copy(tensors.weight[None, chunk], rWeight)
-        # Read before the first barrier, so that nothing is waited for behind it.
-        told = Float32(tensors.base[lane % STREAMS, 0]), Float32(tensors.scale[0])
-        scalings = [scaling_of(Float32(scale[0]), None) for scale in tensors.decode_scales]
-        cute.arch.cluster_wait()
-        add_groups(tensors, shared, (token, rank, (warp, lane)), pieces, form)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-        gates = gates_of(column_sum(shared, lane), told, numbers)
+        # Read before sums are awaited, so that nothing else is waited for behind that.
+        told = Float32(tensors.base[lane % STREAMS, group]), Float32(tensors.scale[group])
+        scales = [Float32(scale[0]) for scale in tensors.decode_scales]
+        give_spans(shared, lines, (rank, warp, lane), form)
+        gates, of_column = gates_of(column_sum(shared, lane), told, numbers)
+        if (thread // STREAMS == 1) & (rank == 0):
+            tensors.post[lane % STREAMS, token] = ops.multiply_rn(of_column, 2.0)
         read = [words_of(rStreams[None, stream]) for stream in range(STREAMS)]
         words = simt_mhc.collapsed(read, gates)
-        total = norms.half_sum(numbers_of(words))
-        of_sums = (shared.lanes, shared.totals)
-        total = cluster_norm.total_of(total, (thread, rank), of_sums, form.cluster)
-        columns = Float32(Int32(chunks * CHUNK_VALUES))
-        factor = norms.factor_of(total, columns, numbers[2], square_root)
-        own = Int64(token) * Int64(chunks) + Int64(chunk)
-        pairs = zip(numbers_of(words), weights_of(rWeight, form), strict=True)
-        made = rounded_words([norms.normed(x, weight, factor) for x, weight in pairs])
-        for scaling, decoded in zip(scalings, tensors.decoded, strict=True):
-            values = decoded_words(made, scaling, form)
-            if exists:
-                store(decoded, own, values)
         if exists:
             store(tensors.out, own, words)
+        squares = norms.half_sum(numbers_of(words))
+        cluster_norm.give_lane(squares, (thread, rank), shared.lanes, form.cluster)
+        # Divided here, while sums of squares are on their way.
+        decodings = [decoding_of(scale, inverse_rn) for scale in scales]
+        total = cluster_norm.total_of(lane, shared.lanes, form.cluster)
+        columns = Float32(Int32(chunks * CHUNK_VALUES))
+        # The inverse is the rounded quotient of norms.factor_of.
+        mean = norms.mean_of(total, columns)
+        factor = inverse_rn(square_root(ops.add_rn(mean, numbers[2])))
+        pairs = zip(numbers_of(words), weights_of(rWeight, form), strict=True)
+        made = rounded_words([norms.normed(x, weight, factor) for x, weight in pairs])
+        if exists:
             store(tensors.normed, own, made)
-    else:
-        if rank == 0:
-            keep_told(tensors, shared, lane)
-        cute.arch.cluster_wait()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        cute.arch.cluster_arrive()
-        if rank == 0:
-            mixed(tensors, shared, (token, lane), numbers, form)
-        cute.arch.cluster_wait()
+        if cutlass.const_expr(form.decoded > 0):
+            largest = block_amax(made)  # of half a block; a neighbour has the other half
+            other = Float32(cute.arch.shuffle_sync_bfly(largest, offset=1))
+            largest = ops.maximum(largest, other)
+            coded = [coded_scale(largest, decoding) for decoding in decodings]
+            for (code, of_block), decoded in zip(coded, tensors.decoded, strict=True):
+                values = nvfp4_rounded(made, of_block, code)
+                if exists:
+                    store(decoded, own, values)
+    elif rank == 0:
+        mixed(tensors, shared, (token, lane), numbers, form)
 
 
 @cute.jit

@@ -1,8 +1,8 @@
 """mHC for few tokens: spread a sublayer's output over the streams, and project the new streams.
 
 One source for sm_90a and sm_100a. A warp is a thread block and has 64 columns of one stream, a
-piece of the projection's K. It asks L2 for its part of the weight before the previous launch has
-ended, then for copies into shared memory; meanwhile its lanes compute the new values of those
+piece of the projection's K. Its part of the weight is on its way to shared memory before the
+previous launch has ended; then its lanes compute the new values of those
 columns from all four streams and what the sublayer made, which is a row, or the sum of the rows of
 a token's experts. The values go to memory and, as the tokens of a stage, to shared memory. The sums
 of the piece are those of simt_mhc_project, the values those of simt_mhc and of moe's combine.
@@ -20,12 +20,13 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import (
     FLAT,
+    computed_here,
+    emit,
     fill,
     numbers_of,
     rounded_words,
     store,
     vectors,
-    words_of,
 )
 from degarble.kernels.rows import mhc_few_problem as facts
 from degarble.kernels.rows import simt_mhc_project as projection
@@ -38,11 +39,10 @@ from degarble.kernels.rows.mhc_problem import (
     STREAMS,
     InnerCut,
     chunk_place,
-    rows_of,
     weighted,
 )
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
-from degarble.kernels.runtime.pdl import EARLY, fetch_line, fetch_weights, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_line, let_follow, wait_for_front
 
 LANES = 32
 
@@ -67,66 +67,89 @@ class OnwardTensors(NamedTuple):
     summed: Any  # BF16 [T, D]
 
 
-def words_from(tensor: Any, index: Any, form: Any) -> list[Any]:
-    """Read a lane's words of a row."""
-    registers = cute.make_rmem_tensor(form.words, Uint32)
-    cute.autovec_copy(tensor[None, index], registers)
-    return words_of(registers)
+class Asked(NamedTuple):
+    """Where a lane's operands lie, computed before the wait."""
+
+    streams: Any  # of each stream
+    made: Any  # the output, or the shared expert's
+    mix: Any  # of each stream
+    post: Any
+    rows: Any  # of the first expert's row
+    weights: Any  # of the first expert's weight
 
 
-def summed_words(tensors: Any, token: Any, place: tuple[Any, Any], form: Any) -> list[Any]:
-    """Return the words of a token's output: the sum of its experts' rows in their order.
+def places_of(tensors: OnwardTensors, place: tuple[Any, Any, Any], of_row: Any, form: Any) -> Asked:
+    """Return where a lane's operands lie; `place` is token, stream and vector, `of_row` vectors."""
+    token, stream, vector = place
+    size = 4 * form.words
+    own = Int64(token) * Int64(of_row) + Int64(vector)
+    first = tensors.streams.iterator.toint() + (own + Int64(token) * (3 * Int64(of_row))) * size
+    made = tensors.shared if form.source == ROWS else tensors.made
+    mix = tensors.mix.iterator.toint() + Int64(token * (STREAMS * STREAMS) + stream) * 4
+    of_chosen = Int64(token * form.chosen) * 4
+    return Asked(
+        [computed_here(first + Int64(row) * (Int64(of_row) * size)) for row in range(STREAMS)],
+        computed_here(made.iterator.toint() + own * size),
+        computed_here(mix),
+        computed_here(tensors.post.iterator.toint() + Int64(token * STREAMS + stream) * 4),
+        computed_here(tensors.places.iterator.toint() + of_chosen),
+        computed_here(tensors.weights.iterator.toint() + of_chosen),
+    )
 
-    `place` is the vector of a row, and the vectors of a row.
+
+def words_from(address: Any, count: int) -> list[Any]:
+    """Read one or four words; the request is made where this stands.
+
+    The compiler would put off loads until what stands in front of their first use has arrived.
+    """
+    if count == 1:
+        return [emit("ld.global.b32 {$w0}, [{$r0}];", Uint32, address)]
+    text = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    made = cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=[address])
+    return list(made)
+
+
+def words_apart(address: Any, apart: int, count: int) -> list[Any]:
+    """Read words that lie so many bytes apart."""
+    return [
+        emit(f"ld.global.b32 {{$w0}}, [{{$r0}} + {i * apart}];", Uint32, address)
+        for i in range(count)
+    ]
+
+
+def numbers_apart(address: Any, apart: int, count: int) -> list[Any]:
+    """Read float32 numbers that lie so many bytes apart."""
+    return [ops.number_of(word) for word in words_apart(address, apart, count)]
+
+
+def summed(tensors: Any, chosen: tuple[Any, Any], place: tuple[Any, Any], words: int) -> list[Any]:
+    """Return the weighted sum of experts' rows in their order, in float32.
+
+    `chosen` has rows and weights; `place` is the vector of a row, and the vectors of a row.
     """
     vector, of_row = place
-    places = [Int32(tensors.places[token * form.chosen + k]) for k in range(form.chosen)]
-    weights = [Float32(tensors.weights[token * form.chosen + k]) for k in range(form.chosen)]
+    start = tensors.made.iterator.toint()
     rows = [
-        words_from(tensors.made, Int64(cutlass.max(row, 0)) * Int64(of_row) + vector, form)
-        for row in places
+        words_from(
+            start + (Int64(cutlass.max(row, 0)) * Int64(of_row) + vector) * (4 * words), words
+        )
+        for row in chosen[0]
     ]
-    more = words_from(tensors.shared, Int64(token) * Int64(of_row) + vector, form)
-    sums = [Float32(0.0)] * (2 * form.words)
-    for row, weight, read in zip(places, weights, rows, strict=True):
+    sums = [Float32(0.0)] * (2 * words)
+    for row, weight, read in zip(*chosen, rows, strict=True):
         numbers = [ops.multiply_rn(number, weight) for number in numbers_of(read)]
         # What lies in the first row is read where a slot has none, and left out.
         sums = [
             ops.select(row >= 0, ops.add_rn(total, number), total)
             for total, number in zip(sums, numbers, strict=True)
         ]
-    both = zip(sums, numbers_of(more), strict=True)
-    return rounded_words([ops.add_rn(total, number) for total, number in both])
+    return sums
 
 
-def spread_words(
-    tensors: OnwardTensors, token: Any, stream: Any, read: list[list[Any]]
-) -> list[Any]:
+def spread_words(weights: list[Any], read: list[list[Any]]) -> list[Any]:
     """Return a stream's new words from those of all streams and of the output."""
-    first = token * (STREAMS * STREAMS) + stream
-    weights = [Float32(tensors.mix[first + row * STREAMS]) for row in range(STREAMS)]
-    weights.append(Float32(tensors.post[token * STREAMS + stream]))
     numbers = [numbers_of(words) for words in read]
     return rounded_words([weighted(weights, list(each)) for each in zip(*numbers, strict=True)])
-
-
-def fetch_piece(tensors: OnwardTensors, piece: Any, of_row: Any, lane: Any) -> None:
-    """Ask L2 for the piece's columns of the weight; a lane has every 32nd row."""
-    rows = BF16_PARTS * rows_of("layer")
-    start = tensors.weight.iterator.toint() + Int64(piece) * ROW_BYTES
-    for turn in range(-(-rows // LANES)):
-        row = lane + turn * LANES
-        if cutlass.const_expr((turn + 1) * LANES <= rows):
-            fetch_weights(start + Int64(row) * Int64(of_row) * 16, Uint32(ROW_BYTES))
-        else:
-            fetch_rest(start, row, of_row, rows)
-
-
-@cute.jit
-def fetch_rest(start: Any, row: Any, of_row: Any, rows: cutlass.Constexpr) -> None:
-    """Ask for a row of the last, incomplete turn."""
-    if row < rows:
-        fetch_weights(start + Int64(row) * Int64(of_row) * 16, Uint32(ROW_BYTES))
 
 
 @cute.jit
@@ -156,9 +179,7 @@ def onward_kernel(
     piece, _, _ = cute.arch.block_idx()
     lane, piece = Int32(thread), Int32(piece)
     tokens, of_row, per_stream = extents  # chunks of a row of the weight, pieces of a stream
-    fetch_piece(tensors, piece, of_row, lane)
-    fetch_streams(tensors, (piece, per_stream, lane), of_row, tokens)
-    follow()
+    let_follow()
     project = form.project
     memory = cutlass.memory.SmemAllocator()
     stage = memory.allocate_tensor(
@@ -169,27 +190,33 @@ def onward_kernel(
     # No token is copied, so their rows are zeros until they are computed.
     projection.ask(feed, (piece, Int32(0)), project)
     cute.arch.cp_async_commit_group()
-
-    stream = piece // per_stream
+    fetch_streams(tensors, (piece, per_stream, lane), of_row, tokens)
+    stream, token = piece // per_stream, lane // form.lanes
     vectors_of_row = per_stream * form.lanes
     vector = piece % per_stream * form.lanes + lane % form.lanes
-    token = lane // form.lanes
+    places = places_of(tensors, (token, stream, vector), vectors_of_row, form)
     rOwn = cute.make_rmem_tensor(form.words, Uint32)
     rOwn.fill(0)
+    wait_for_front()
     if token < tokens:
-        first = Int64(token) * STREAMS * Int64(vectors_of_row) + Int64(vector)
-        read = [
-            words_from(tensors.streams, first + Int64(row * vectors_of_row), form)
-            for row in range(STREAMS)
-        ]
+        # All is asked for before anything is waited for, what leads to further rows first.
+        chosen = (
+            [Int32(word) for word in words_apart(places.rows, 4, form.chosen)],
+            numbers_apart(places.weights, 4, form.chosen),
+        )
+        read = [words_from(each, form.words) for each in (places.made, *places.streams)]
+        weights = numbers_apart(places.mix, 4 * STREAMS, STREAMS)
+        weights += numbers_apart(places.post, 4, 1)
         own = Int64(token) * Int64(vectors_of_row) + Int64(vector)
+        made, *of_streams = read
         if cutlass.const_expr(form.source == ROWS):
-            made = summed_words(tensors, token, (Int64(vector), vectors_of_row), form)
+            sums = summed(tensors, chosen, (Int64(vector), vectors_of_row), form.words)
+            both = zip(sums, numbers_of(made), strict=True)
+            made = rounded_words([ops.add_rn(total, number) for total, number in both])
             if stream == 0:
                 store(tensors.summed, own, made)
-        else:
-            made = words_from(tensors.made, own, form)
-        new = spread_words(tensors, token, stream, [*read, made])
+        first = own + Int64(token) * (3 * Int64(vectors_of_row))
+        new = spread_words(weights, [*of_streams, made])
         store(tensors.out, first + Int64(stream) * Int64(vectors_of_row), new)
         fill(rOwn, new)
     # Zeros have landed where tokens go now.
@@ -201,17 +228,9 @@ def onward_kernel(
         cute.autovec_copy(rOwn, in_vectors[None, row_place(token, lane % form.lanes, form)])
     cute.arch.sync_threads()
 
-    shape = cute.make_layout((projection.OF_TILE, project.tiles, 1))
-    rows = project.tokens_of_warp // 8
-    sums, group = (
-        (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(rows, Float32))
-        for _ in range(2)
-    )
-    for each in (sums, group):
-        each[0].fill(0.0)
-        each[1].fill(0.0)
-    projection.add_stage(base, sums, project)
-    projection.add_piece(group, sums)
+    of_piece, group = projection.no_sums(project), projection.no_sums(project)
+    projection.add_stage(base, of_piece, project)
+    projection.add_piece(group, of_piece)
     pieces = per_stream * STREAMS
     projection.store_sums(tensors, group, (piece, pieces, tokens, Int32(0)), project)
 

@@ -9,6 +9,8 @@ defines the order of the sums: bits depend on a token's streams and the weight a
   ldmatrix; mma.sync m16n8k16. One barrier a stage: wait for the oldest copies, synchronise, request
   the stage STAGES - 1 ahead, multiply. K may be summed in any order within a stage, so the chunks
   serve as operands without rearrangement. Partial sums go to memory, a line a token.
+* piece_kernel: the same where a warp has one step, without a ring; the weight is asked for before
+  the launch in front has ended.
 * add_kernel: adds the lines of a token in the stated order (PDL wait), a lane a column.
 
 Never waits for the GPU, so it may be captured in a graph. Shape letters as in mhc_problem.
@@ -22,7 +24,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives.device_words import numbers_of, vectors
+from degarble.kernels.primitives.device_words import computed_here, emit, numbers_of, vectors
 from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows.mhc_problem import (
     BF16_PARTS,
@@ -39,7 +41,7 @@ from degarble.kernels.rows.mhc_problem import (
     ProjectProblem,
 )
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, follow, wait_then_let_follow
 
 WORDS = 4  # of a lane's 16 bytes
 QUAD = 4  # lanes that share a row
@@ -112,7 +114,14 @@ def feed_of(
 
 @cute.jit
 def ask(feed: ProjectionFeed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
-    """Issue the copies of a stage (zeros past K and tokens); place is step and slot of the ring.
+    """Issue the copies of a stage; place is step and slot of the ring."""
+    ask_tokens(feed, place, form)
+    ask_weight(feed, place, form)
+
+
+@cute.jit
+def ask_tokens(feed: ProjectionFeed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
+    """Issue the copies of a stage's tokens, zeros past K and tokens.
 
     A chunk lies at the same place in all rows of a thread where they are eight apart; of rows four
     apart every other one has it 64 bytes from there.
@@ -126,7 +135,15 @@ def ask(feed: ProjectionFeed, place: tuple[Any, Any], form: cutlass.Constexpr) -
         row = turn * form.rows_at_once
         fetch((to + row * ROW_BYTES) ^ (turn % 2 * other), address, inside & (feed.left > row))
         address = address + feed.to_next
-    to = to + form.tokens_of_block * ROW_BYTES
+
+
+@cute.jit
+def ask_weight(feed: ProjectionFeed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
+    """Issue the copies of a stage's part of the weight, zeros past K."""
+    step, slot = place
+    other = 64 if form.rows_at_once % TILE else 0
+    inside = step * CHUNKS + feed.chunk < feed.of_row
+    to = feed.shared + (slot * form.stage_rows + form.tokens_of_block) * ROW_BYTES
     address = feed.weight + Int64(step) * ROW_BYTES
     rows = BF16_PARTS * form.tiles * TILE
     for turn in cutlass.range_constexpr(-(-rows // form.rows_at_once)):
@@ -241,6 +258,45 @@ def add_group(span: tuple[Any, Any], group: tuple[Any, Any]) -> None:
 
 
 @cute.kernel
+def piece_kernel(
+    tensors: ProjectTensors, extents: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
+    """Sum a piece of K that is one step, for a warp's tokens.
+
+    The weight is on its way to shared memory while what is in front still runs: nothing writes it.
+    """
+    part, block, _ = cute.arch.block_idx()
+    tokens, of_row, _, _, _, partials = extents
+    part, first = Int32(part), Int32(block) * form.tokens_of_block
+    memory = cutlass.memory.SmemAllocator()
+    stage = memory.allocate_tensor(Uint32, cute.make_layout(form.shared_bytes // 4), 128)
+    base = Int32(stage.iterator.toint())
+    feed = feed_of(tensors, base, (first, tokens, of_row), form)
+    ask_weight(feed, (part, Int32(0)), form)
+    wait_then_let_follow()
+    ask_tokens(feed, (part, Int32(0)), form)
+    cute.arch.cp_async_commit_group()
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()
+    sums, whole = no_sums(form), no_sums(form)
+    add_stage(base, sums, form)
+    add_piece(whole, sums)
+    store_sums(tensors, whole, (part, partials, tokens, first), form)
+
+
+def no_sums(form: ProjectForm) -> tuple[Any, Any]:
+    """Return registers for the sums and the squares of a warp's tokens, zeros."""
+    shape = cute.make_layout((OF_TILE, form.tiles, form.tokens_of_warp // ROWS_OF_TILE))
+    made = (
+        cute.make_rmem_tensor(shape, Float32),
+        cute.make_rmem_tensor(form.tokens_of_warp // 8, Float32),
+    )
+    for each in made:
+        each.fill(0.0)
+    return made
+
+
+@cute.kernel
 def project_kernel(
     tensors: ProjectTensors, extents: tuple[Any, ...], form: cutlass.Constexpr
 ) -> None:
@@ -254,15 +310,7 @@ def project_kernel(
     ring = memory.allocate_tensor(Uint32, cute.make_layout(form.shared_bytes // 4), 128)
     base = Int32(ring.iterator.toint())
     feed = feed_of(tensors, base, (first, tokens, of_row), form)
-    shape = cute.make_layout((OF_TILE, form.tiles, form.tokens_of_warp // ROWS_OF_TILE))
-    rows = form.tokens_of_warp // 8
-    piece, group, span = (
-        (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(rows, Float32))
-        for _ in range(3)
-    )
-    for sums in (piece, group, span):
-        sums[0].fill(0.0)
-        sums[1].fill(0.0)
+    piece, group, span = (no_sums(form) for _ in range(3))
     of_group = per_piece * (1 if form.lines == "pieces" else per_group)
     of_part = of_group * (facts.SPAN if form.lines == "spans" else 1)
     begin = part * of_part
@@ -324,7 +372,6 @@ def store_sums(
 @cute.kernel
 def add_kernel(tensors: ProjectTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Add a token's partial sums, a lane a column; where they are pieces each group has a warp."""
-    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     tokens, per_group, partials = extents
@@ -335,36 +382,57 @@ def add_kernel(tensors: ProjectTensors, extents: tuple[Any, ...], form: cutlass.
         )
         first = warp * per_group
         between = (first, ops.minimum(first + per_group, partials))
-        place = (Int32(block), lane, partials)
-        shared[lane, warp] = in_turn(lines_of(tensors, place, between, facts.MOST_IN_GROUP))
+        lines = lines_at(tensors, (Int32(block), lane, partials), between)
+        wait_then_let_follow()
+        shared[lane, warp] = in_turn(lines_of(lines, facts.MOST_IN_GROUP))
         cute.arch.sync_threads()
         if warp == 0:
             groups = [Float32(shared[lane, group]) for group in range(facts.MOST_GROUPS)]
             store_whole(tensors, Int32(block), lane, in_spans(groups), form)
     else:
         token = Int32(block) * ADDING_WARPS + warp
+        lines = lines_at(tensors, (token, lane, partials), (Int32(0), partials))
+        follow()
         if token < tokens:
             most = facts.MOST_SPANS if form.lines == "spans" else facts.MOST_GROUPS
-            lines = lines_of(tensors, (token, lane, partials), (Int32(0), partials), most)
-            whole = in_turn(lines) if form.lines == "spans" else in_spans(lines)
+            parts = lines_of(lines, most)
+            whole = in_turn(parts) if form.lines == "spans" else in_spans(parts)
             store_whole(tensors, token, lane, whole, form)
 
 
-def lines_of(
-    tensors: Any, place: tuple[Any, Any, Any], between: tuple[Any, Any], most: int
-) -> list[Any]:
-    """Return some partial sums of a column, and zeros up to as many as there may be."""
+class PartialLines(NamedTuple):
+    """A column of partial sums: its first address, and how many there are."""
+
+    address: Any
+    count: Any
+
+
+def lines_at(tensors: Any, place: tuple[Any, Any, Any], between: tuple[Any, Any]) -> PartialLines:
+    """Return where a lane's column of some partial sums of a token lies, computed here."""
     token, lane, partials = place
     first, end = between
-    line = Int64(token) * Int64(partials) * LINE + Int64(lane)
-    found = []
-    for number in range(most):
-        # Loads of absent lines are clamped, not branched around; their values are dropped.
-        at = ops.maximum(ops.minimum(first + number, end - 1), 0)
-        found.append(Float32(tensors.partials[line + Int64(at) * LINE]))
+    line = (Int64(token) * Int64(partials) + Int64(first)) * LINE + Int64(lane)
+    return PartialLines(computed_here(tensors.partials.iterator.toint() + line * 4), end - first)
+
+
+def lines_of(lines: PartialLines, most: int) -> list[Any]:
+    """Return partial sums of a column, and zeros up to as many as there may be.
+
+    A line lies at a constant from the first one, so that no load waits for an address of its own.
+    """
     return [
-        ops.select(first + number < end, each, Float32(0.0)) for number, each in enumerate(found)
+        loaded_if(lines.address, lines.count > number, number * LINE * 4) for number in range(most)
     ]
+
+
+def loaded_if(address: Any, wanted: Any, offset: int) -> Any:
+    """Return a float32 so many bytes behind an address, or 0 where it is not wanted."""
+    text = (
+        "{ .reg .pred wanted; setp.ne.u32 wanted, {$r1}, 0; mov.b32 {$w0}, 0; "
+        f"@wanted ld.global.f32 {{$w0}}, [{{$r0}} + {offset}]; }}"
+    )
+    flag = ops.select(wanted, Uint32(1), Uint32(0))
+    return emit(text, Float32, address, flag)
 
 
 def in_turn(numbers: list[Any]) -> Any:
@@ -407,7 +475,8 @@ def launch_project(
     tensors = ProjectTensors(*(vectors(address, words) for address, words in views))
     tokens, of_row, steps, per_piece, per_group, parts, blocks = extents
     numbers = (tokens, of_row, steps, per_piece, per_group, parts)
-    project_kernel(tensors, numbers, form).launch(
+    summing = piece_kernel if form.one_step else project_kernel
+    summing(tensors, numbers, form).launch(
         grid=[parts, blocks, 1], block=[32 * form.warps, 1, 1], use_pdl=EARLY, stream=stream
     )
     by_piece = form.lines == "pieces"

@@ -32,7 +32,7 @@ from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.primitives import kv_problem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.quantise_problem import SCALES, Fp8Problem
-from degarble.kernels.rows.mhc_problem import MOST_WITH_FOUR, MhcMixProblem
+from degarble.kernels.rows.mhc_problem import LEAST_TOKENS, MOST_WITH_FOUR, MhcMixProblem
 from degarble.kernels.rows.problem import (
     EmbedProblem,
     NormProblem,
@@ -229,7 +229,9 @@ def _streams() -> None:
     many = mhc_checks.Case(MhcMixProblem(MOST_WITH_FOUR + 9, 8, "coefficients"))
     for case in (many, *mhc_checks.fuzzed(SEED, 14)):
         mhc_checks.on_device(case)
-    for projected in mhc_project_checks.fuzzed(SEED, 6):
+    # A piece that is one step has a kernel of its own.
+    steps = [mhc_project_checks.Case(tokens, 192) for tokens in (3, LEAST_TOKENS + 1)]
+    for projected in (*steps, *mhc_project_checks.fuzzed(SEED, 6)):
         mhc_project_checks.on_device(projected)
 
 

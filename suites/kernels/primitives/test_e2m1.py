@@ -12,7 +12,7 @@ from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.scalar_ops import e2m1_decode, e2m1_encode, e4m3_decode
 from degarble.kernels.gemm.w4a16_problem import DECODED_EXPONENT
-from degarble.kernels.primitives import e2m1
+from degarble.kernels.primitives import e2m1, kv_problem
 from degarble.kernels.primitives import e2m1 as halves
 from degarble.kernels.primitives.e2m1 import (
     HALF_OPERATORS,
@@ -25,7 +25,6 @@ from degarble.kernels.primitives.e2m1 import (
     WORD_OPERATORS,
     WORDS,
     bf16_pairs,
-    e2m1_rounded,
     e2m1_word,
     e2m1_word_by_products,
     fp16_pairs,
@@ -84,13 +83,26 @@ def test_strides_of_all_bit_patterns() -> None:
         assert torch.equal(by_products(x_N), wanted(x_N))
 
 
-def test_rounded_numbers_are_what_their_codes_stand_for() -> None:
-    """Without codes in between, negative zeros among them."""
-    strides = ops.number_of(torch.arange(0, 1 << 32, 65_521, dtype=torch.int64))
+def as_codes_and_as_values(x_N: torch.Tensor, code: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers times a scale, rounded by their codes and without them."""
+    x_N, scale = x_N.reshape(-1), e4m3_decode(torch.tensor(code)).float()
+    by_code = torch.stack(kv_problem.e2m1_numbers(words(x_N), scale), -1).flatten()
+    return by_code, e2m1.e2m1_rounded(x_N, scale)
+
+
+@pytest.mark.parametrize("code", [0, 1, 7, 8, 0x38, 0x3B, 0x7E])
+def test_rounded_numbers_are_those_of_their_codes(code: int) -> None:
+    strides = ops.number_of(torch.arange(0, 1 << 32, 40_961, dtype=torch.int64)[: 8 * 13_000])
     strides = torch.where(strides.isnan(), torch.tensor(torch.nan).abs(), strides)
     for x_N in (near_boundaries(), strides):
-        (found,) = e2m1_rounded([x_N])
-        assert torch.equal(ops.bits_of(found), ops.bits_of(e2m1_decode(e2m1_encode(x_N)).float()))
+        by_code, rounded = as_codes_and_as_values(x_N, code)
+        assert torch.equal(ops.bits_of(by_code), ops.bits_of(rounded))
+
+
+def test_a_nan_of_a_scale_stays_one_in_rounded_numbers() -> None:
+    by_code, rounded = as_codes_and_as_values(near_boundaries(), 0x7F)
+    assert by_code.isnan().all()
+    assert rounded.isnan().all()
 
 
 def test_python_numbers_give_the_same_word() -> None:

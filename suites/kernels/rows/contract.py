@@ -11,8 +11,15 @@ import torch
 
 from degarble.kernels.primitives.quantise_problem import LAYOUTS
 from degarble.kernels.rows import mhc_few_problem, mhc_problem, problem, router_problem
-from degarble.kernels.rows.mhc_few_problem import MhcNormProblem, OnwardProblem
-from degarble.kernels.rows.mhc_problem import MIX_PARTS, MhcMixForm, MhcMixProblem, ProjectProblem
+from degarble.kernels.rows.mhc_few_problem import MhcNormProblem, OnwardForm, OnwardProblem
+from degarble.kernels.rows.mhc_problem import (
+    BF16_PARTS,
+    MIX_PARTS,
+    MhcMixForm,
+    MhcMixProblem,
+    ProjectForm,
+    ProjectProblem,
+)
 from degarble.kernels.rows.problem import (
     ID_DTYPES,
     NORM_WEIGHTS,
@@ -49,6 +56,8 @@ from degarble.suites.kernels.rows import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from degarble.kernels.runtime.compiling import CompiledKernel
 
 REGISTERS_OF_MIX = {"all": 64, "coefficients": 64, "collapse": 32, "head": 32, "post": 64}
 # Three to a weighted sum of four, three to an exponential, one to a logit; of Sinkhorn four to each
@@ -103,6 +112,7 @@ def _code(target: str) -> Iterator[MachineCode]:
         products = 3 * 4 * form.tiles * form.tokens_of_warp // 16
         yield MachineCode(
             "simt_mhc_project", form, 200, launched=2, counts={"mma.sync": products},
+            more=_weight_alone_before_the_wait, reads_early=form.one_step,
             slow=kind == "head" or tokens == mhc_problem.FEW_TOKENS,
         )  # fmt: skip
     for columns, weight, rounded in product((512, 7168, 16_384), NORM_WEIGHTS, (False, True)):
@@ -123,7 +133,7 @@ def _code(target: str) -> Iterator[MachineCode]:
 
 
 def _joined_code(target: str) -> Iterator[MachineCode]:
-    of_codes = 0 if TARGETS[target].converts_e2m1 else 8  # an addition a value of half a block
+    of_codes = 16  # two a value of half a block, where it is rounded without its code
     riding = OnwardProblem(1, 4096, "rows", 6, 7, rides=True)
     for spread in (riding, OnwardProblem(4, 4096), OnwardProblem(1, 64)):
         onward = mhc_few_problem.choose_onward_form(spread, target)
@@ -131,16 +141,41 @@ def _joined_code(target: str) -> Iterator[MachineCode]:
         yield MachineCode(
             "simt_mhc_onward", onward, 64, fused=32 + 8 * onward.words,
             counts={"mma.sync": 3 * 4 * onward.project.tiles}, slow=spread.width == 64,
+            more=_weight_alone_before_the_wait, reads_early=True,
         )  # fmt: skip
     for mixed in (
         MhcNormProblem(1, 4096, decoded=2), MhcNormProblem(1, 7168, weight="fp32"),
         MhcNormProblem(2, 192),
     ):  # fmt: skip
-        # As in all of mHC, where a thread has one gate of the collapse and four share its streams;
-        # seven of half a block sum squares.
-        fused = 24 + 4 + 4 + 16 + SINKHORN + 7 + of_codes * mixed.decoded
+        # As in all of mHC, but that a lane has one gate, of the collapse or of post; seven of half
+        # a block sum squares. Iterations of Sinkhorn go in pairs, behind an odd one.
+        fused = 24 + 4 + 16 + 3 * SINKHORN + 7 + of_codes * mixed.decoded
         form = mhc_few_problem.choose_mhc_norm_form(mixed, target)
-        yield MachineCode("simt_mhc_norm", form, 64, fused=fused, slow=mixed.width != 4096)
+        # Sums are given by words that say themselves that they have come; the cluster meets once.
+        turns = -(-form.cluster // 4)  # in which four warps, or threads, give to all
+        given = {
+            "st.relaxed.cluster.shared::cluster": (form.turns + 1) * turns,
+            "ld.relaxed.cluster.shared::cta": 2 + turns, "barrier.cluster.arrive": 1,
+        }  # fmt: skip
+        slow = mixed.width != 4096
+        yield MachineCode("simt_mhc_norm", form, 80, fused=fused, counts=given, slow=slow)
+
+
+def _weight_alone_before_the_wait(kernel: CompiledKernel, form: ProjectForm | OnwardForm) -> None:
+    """A piece's part of the weight, which nothing writes while launches are under way."""
+    project = form.project if isinstance(form, OnwardForm) else form
+    if not project.one_step:
+        return
+    rows = BF16_PARTS * project.tiles * mhc_problem.TILE
+    if isinstance(form, OnwardForm):
+        rows += project.tokens_of_block  # zeros
+    found = []
+    for entry in kernel.ptx.split(".visible .entry")[1:]:
+        before = entry[: entry.index("griddepcontrol.wait")]
+        found.append(before.count("cp.async.cg.shared.global"))
+        for access in ("ld.global", "st.global", "atom.global", "cp.async.bulk"):
+            assert access not in before, access
+    assert sorted(found) == [0] * (len(found) - 1) + [rows // project.rows_at_once]
 
 
 def _norm_code(norm: NormProblem, target: str) -> MachineCode:
