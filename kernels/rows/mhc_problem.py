@@ -39,6 +39,10 @@ MIX_THREADS = 128
 # Tokens of which each has four lanes. Every lane of a token does all steps of Sinkhorn, so beyond
 # one warp for each quarter of each of an H200's 132 processors more lanes take longer.
 MOST_WITH_FOUR = 4224
+# Beyond so many tokens a launch waits before it lets the next one be set up. Thread blocks that
+# stand at their wait take the places that others leave, so launches that all stand ready lie ever
+# more unevenly: of 8,192 tokens up to nine blocks on one processor and none on fifty.
+MOST_SET_UP_EARLY = 32
 SMALLEST_WIDTH, LARGEST_WIDTH = CHUNK_VALUES, 1 << 16
 MOST_ITERATIONS = 1000
 SPREADS_OUT = "post"
@@ -106,6 +110,7 @@ class MhcMixForm:
     target: str
     lanes: int = STREAMS  # of a token, which share its rows and gates
     ends_early: bool = False  # whether Sinkhorn ends where it stands still: pays for few tokens
+    waits_first: bool = False  # before it lets the next launch be set up
 
     @property
     def makes_coefficients(self) -> bool:
@@ -126,8 +131,10 @@ def groups_of_chunks(problem: MhcMixProblem) -> int:
 
 def choose_mix_form(problem: MhcMixProblem, target: str) -> MhcMixForm:
     """Return the form for a problem: by the part, and by some or many tokens."""
-    many = problem.tokens > MOST_WITH_FOUR and MhcMixForm(problem.part, "").makes_coefficients
-    return MhcMixForm(problem.part, target, 2 if many else STREAMS)
+    tokens = problem.tokens if MhcMixForm(problem.part, "").makes_coefficients else 0
+    lanes = 2 if tokens > MOST_WITH_FOUR else STREAMS
+    waits_first = tokens > MOST_SET_UP_EARLY
+    return MhcMixForm(problem.part, target, lanes, waits_first=waits_first)
 
 
 def leading_blocks(problem: MhcMixProblem) -> int:

@@ -39,7 +39,7 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows.mhc_problem import CHUNK_VALUES, STREAMS, MhcMixForm, MhcMixProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
-from degarble.kernels.runtime.pdl import EARLY, fetch_line, follow
+from degarble.kernels.runtime.pdl import EARLY, fetch_line, follow, wait_then_let_follow
 
 WORDS = CHUNK_VALUES // 2  # of two BF16 in a chunk
 
@@ -306,6 +306,21 @@ def spread_out(tensors: Any, place: tuple[Any, Any], chunk: Any, chunks: Any) ->
         store(tensors.out, first + Int64(stream) * Int64(chunks), rounded_words(made))
 
 
+@cute.jit
+def ask_for_products(
+    tensors: Any, lane: Any, extents: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
+    """Ask L2 for a token's products and squares: 64 bytes a lane, of two lanes.
+
+    They are there behind the projection that made them, and further away behind anything else.
+    """
+    token = lane // form.lanes
+    if token < extents[0]:
+        products = tensors.products.iterator.toint() + Int64(token) * (4 * facts.COEFFICIENTS)
+        fetch_line(products + Int64(lane % form.lanes) * 64)
+        fetch_line(tensors.squares.iterator.toint() + Int64(token) * 4)
+
+
 @cute.kernel
 def mhc_kernel(
     tensors: Any,
@@ -320,7 +335,12 @@ def mhc_kernel(
         if thread + block == 0:
             for each in (tensors.base, tensors.scale):
                 fetch_line(each.iterator.toint())
-    follow()
+    if cutlass.const_expr(form.lanes < STREAMS and form.part == "coefficients"):
+        ask_for_products(tensors, Int32(block) * facts.MIX_THREADS + Int32(thread), extents, form)
+    if cutlass.const_expr(form.waits_first):
+        wait_then_let_follow()
+    else:
+        follow()
     thread, block = Int32(thread), Int32(block)
     tokens, leading, groups, chunks = extents
     if cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
