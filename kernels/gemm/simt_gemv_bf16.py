@@ -40,15 +40,14 @@ from degarble.kernels.gemm.gemv_problem import (
 from degarble.kernels.primitives.device_words import (
     NAN,
     block_amax,
+    coded_scale,
+    decoding_of,
     fill,
-    half_code_word,
     load_turn,
     numbers_of,
-    nvfp4_values,
+    nvfp4_rounded,
     registers_of,
     rounded_words,
-    scale_code_of,
-    scaling_of,
     store,
     turned_words,
     warp_folded,
@@ -134,12 +133,12 @@ def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be 
     cute.arch.sync_threads()
 
     sSums: Any = None
-    scaling: Any = None
+    decoding: Any = None
     if cutlass.const_expr(form.decoded):
         # Of two rounds, so that one barrier a round is enough.
         of_round = cute.make_layout((form.together, form.rows, 2))
         sSums = allocator.allocate_tensor(Float32, of_round, 16)
-        scaling = scaling_of(Float32(coding[0][0]), None)
+        decoding = decoding_of(Float32(coding[0][0]))
     turn = Int32(0)
     bundles, stride = (columns + (together - 1)) // together, Int32(walkers) * WARPS
     for bundle in cutlass.range(own, bundles, stride, unroll=1):
@@ -167,7 +166,7 @@ def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be 
             first = (bundle - warp) * together
             of_row = Int64(groups) * Int64(columns)
             place = (Int64(group) * Int64(columns) + Int64(first), of_row, rows)
-            decode_round(sSums, coding[1], (Int32(thread), turn, place), scaling, form)
+            decode_round(sSums, coding[1], (Int32(thread), turn, place), decoding, form)
             turn = 1 - turn
 
 
@@ -176,7 +175,7 @@ def decode_round(
     sSums: Any,
     decoded: Any,
     told: tuple[Any, Any, tuple[Any, Any, Any]],
-    scaling: Any,
+    decoding: Any,
     form: cutlass.Constexpr,
 ) -> None:
     """Quantise and decode a round's sums, half a block of 16 a thread.
@@ -194,9 +193,8 @@ def decode_round(
         mask = (1 << min(LANES, halves * form.rows)) - 1
         other = cute.arch.shuffle_sync_bfly(largest, offset=1, mask=mask)
         largest = ops.maximum(largest, Float32(other))
-        code = scale_code_of(largest, scaling.share)
-        factor = ops.nvfp4_block_encode_scale(code, scaling.encode)
-        values = nvfp4_values(half_code_word(words, factor, form.target), code)
+        code, factor = coded_scale(largest, decoding)
+        values = nvfp4_rounded(words, factor, code)
         if row < rows:
             vector = (Int64(row) * of_row + first) // VECTOR + Int64(half)
             store(decoded, vector, values)

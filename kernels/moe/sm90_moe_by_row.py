@@ -84,13 +84,9 @@ def decode_kernel(
             gate = 2 * Int64(row) * at + Int64(block)
             halves = words.loaded(values, gate), words.loaded(values, gate + at)
             read = words.swiglu_words(*halves, form.limit)
-        scaling = words.scaling_of(Float32(scales[expert]), None)
-        code = words.scale_code_of(words.block_amax(read), scaling.share)
-        factor = codecs.nvfp4_block_encode_scale(code, scaling.encode)
-        made = [
-            words.nvfp4_values(word, code) for word in words.code_words(read, factor, form.target)
-        ]
-        words.store(decoded, index, made[0] + made[1])
+        decoding = words.decoding_of(Float32(scales[expert]))
+        code, factor = words.coded_scale(words.block_amax(read), decoding)
+        words.store(decoded, index, words.nvfp4_rounded(read, factor, code))
 
 
 @cute.jit

@@ -182,10 +182,9 @@ def _few_rows_joined_code(target: str) -> Iterator[MachineCode]:
         ):
             form = gemv_problem.choose_form(problem, target)
             fused = form.walk.ahead * gemv_problem.VECTOR * form.walk.together * rows
-            # Rounding to a code takes one addition a value of half a block.
-            coded = problem.decoded and not TARGETS[target].converts_e2m1
+            # Rounding to what a code stands for takes two additions a value of half a block.
             yield MachineCode(
-                "simt_gemv_bf16", form, 128, fused=fused + 8 * coded, reads_early=True,
+                "simt_gemv_bf16", form, 128, fused=fused + 16 * problem.decoded, reads_early=True,
                 more=_weights_alone_before_the_wait, slow=(target, rows) != (SM90A.name, 1),
             )  # fmt: skip
 
