@@ -7,19 +7,28 @@ Shape letters: T tokens, K chosen, D hidden, F width of an expert, E experts her
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from cutlass import BFloat16, Int32, Uint32
+from cutlass import BFloat16, Float16, Int32, Uint32
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.formats.layouts import SWIZZLE_128X4
+from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import require, require_same
 from degarble.kernels.gemm.problem import FP8_BLOCK, TMA_ALIGNMENT, GemmProblem
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm, RowsProblem
-from degarble.kernels.moe.simt_moe_rows import COMBINE, FLOATS, GATHER, INTEGERS, PLAN
+from degarble.kernels.moe.simt_moe_rows import (
+    COMBINE,
+    FLOATS,
+    GATHER,
+    INTEGERS,
+    LANES,
+    PLAN,
+    WARPS,
+)
 from degarble.kernels.primitives.quantise_problem import FP8_BLOCK as FP8_VALUES
 from degarble.kernels.primitives.quantise_problem import Fp8Problem
 from degarble.kernels.quantise.simt_quantise_fp8 import KERNEL as QUANTISER
@@ -40,7 +49,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.quantise import QuantisedTensor
     from degarble.kernels.gemm.problem import GemmForm, GemmTactic
-    from degarble.kernels.moe.problem import MoeProblem
+    from degarble.kernels.moe.problem import MoeProblem, RowsForm
     from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
     from degarble.kernels.runtime.kernel import Operands
     from degarble.kernels.runtime.targets import Target
@@ -121,16 +130,10 @@ def _input_scale(name: str) -> _Rows:
 
 def described(entry: Callable[..., Any], target: Target, scales: ScaleWords) -> ProductKernels:
     """Describe both products of a target, which share an entry."""
-    slots = _Rows("slots", INTEGERS, lambda p: (p.rows,))
-    order = (
-        _Rows("rows", INTEGERS, lambda _: (1,)),
-        _Rows("tiles", INTEGERS, lambda p: (p.sizes[2],)),
-        slots,
-    )
     first = (
         *_nvfp4_rows("x", lambda p: p.moe.hidden, scales.read),
         *_matrices("w13", GATE_AND_UP, scales.read),
-        *order,
+        *_order(),
         *_nvfp4_rows("hidden", lambda p: p.moe.width, scales.written, output=True),
         _input_scale("w2"),
         _Rows(
@@ -144,21 +147,35 @@ def described(entry: Callable[..., Any], target: Target, scales: ScaleWords) -> 
     second = (
         *_nvfp4_rows("hidden", lambda p: p.moe.width, scales.read),
         *_matrices("w2", 1, scales.read),
-        *order,
+        *_order(),
         _Rows(
             "products", Storage(BFloat16, torch.bfloat16, TMA_ALIGNMENT),
             lambda p: (p.rows, p.moe.hidden), output=True,
         ),
     )  # fmt: skip
+    return _products(entry, (first, second), target)
+
+
+def _order() -> tuple[_Rows, ...]:
+    """Describe what a product reads of a plan."""
+    return (
+        _Rows("rows", INTEGERS, lambda _: (1,)),
+        _Rows("tiles", INTEGERS, lambda p: (p.sizes[2],)),
+        _Rows("slots", INTEGERS, lambda p: (p.rows,)),
+    )
+
+
+def _products(
+    entry: Callable[..., Any], operands: tuple[tuple[_Rows, ...], ...], target: Target
+) -> ProductKernels:
+    chosen = facts.choose_first_form, facts.choose_second_form
     return ProductKernels(
         *(
             Kernel[RowsProblem, MoeForm](
-                entry=entry, operands=operands, choose_form=choose, kinds=((Int32,) * EXTENTS,),
+                entry=entry, operands=own, choose_form=choose, kinds=((Int32,) * EXTENTS,),
                 numbers=_numbers, work=lambda problem: problem.moe.tokens, target=target,
             )
-            for operands, choose in (
-                (first, facts.choose_first_form), (second, facts.choose_second_form),
-            )
+            for own, choose in zip(operands, chosen, strict=True)
         )
     )  # fmt: skip
 
@@ -169,17 +186,83 @@ def _numbers(of: LaunchContext[RowsProblem, MoeForm]) -> tuple[Any, ...]:
     return ((of.problem.rows, *facts.columns_of(moe, of.form), moe.experts, clusters),)
 
 
-def routed_experts(products: ProductKernels, target: Target) -> KernelSequence[MoeProblem]:
-    """Return the kernels of a call: `out` is float32 [T, D], or BF16 with `shared` added."""
+def described_decoded(
+    gather: Callable[..., Any], entry: Callable[..., Any], target: Target
+) -> tuple[Kernel[RowsProblem, RowsForm], ProductKernels]:
+    """Describe what quantises and decodes rows, and both products of decoded rows."""
 
+    def numbers(name: str, width: Callable[[RowsProblem], int], *, output: bool = False) -> _Rows:
+        storage = Storage(Float16, torch.float16, TMA_ALIGNMENT)
+        return _Rows(f"{name}_numbers", storage, lambda p: (p.rows, width(p)), output=output)
+
+    def hidden(p: RowsProblem) -> int:
+        return p.moe.hidden
+
+    def width(p: RowsProblem) -> int:
+        return p.moe.width
+
+    weights = _Rows(
+        "weights", FLOATS, lambda p: (p.moe.tokens, p.moe.chosen), label="routing weights"
+    )
+    first = (
+        numbers("x", hidden), *_matrices("w13", GATE_AND_UP, Uint32), *_order(),
+        numbers("hidden", width, output=True), _input_scale("w2"), weights,
+    )  # fmt: skip
+    second = (
+        numbers("hidden", width), *_matrices("w2", 1, Uint32), *_order(),
+        _Rows(
+            "products", Storage(BFloat16, torch.bfloat16, TMA_ALIGNMENT),
+            lambda p: (p.rows, p.moe.hidden), output=True,
+        ),
+    )  # fmt: skip
+    gathered = replace(
+        GATHER, entry=gather, operands=(*GATHER.operands[:-2], numbers("x", hidden, output=True)),
+        numbers=_decoded_gather_numbers, target=target,
+    )  # fmt: skip
+    return gathered, _products(entry, (first, second), target)
+
+
+def _decoded_gather_numbers(of: LaunchContext[RowsProblem, RowsForm]) -> tuple[Any, ...]:
+    moe = of.problem.moe
+    blocks = moe.hidden // facts.BLOCK
+    columns = ceil_div(blocks, LANES)  # a warp has 32 blocks of a row
+    at_once = of.processors * facts.WALKERS // columns
+    return ((blocks, moe.chosen, min(ceil_div(of.problem.rows, WARPS), max(1, at_once)), columns),)
+
+
+def routed_experts(
+    products: ProductKernels, target: Target, decoded: KernelSequence[MoeProblem] | None = None
+) -> KernelSequence[MoeProblem]:
+    """Return the kernels of a call: `out` is float32 [T, D], or BF16 with `shared` added.
+
+    `decoded` are those of many rows, for a call that names nothing between its kernels.
+    """
+    shorter = None if decoded is None else (decoded, facts.decodes_rows)
+    return _call((GATHER, *products), target, shorter)
+
+
+def decoded_experts(
+    gather: Kernel[RowsProblem, RowsForm], products: ProductKernels, target: Target
+) -> KernelSequence[MoeProblem]:
+    """Return the kernels of a call that decodes rows once."""
+    return _call((gather, *products), target, choose=facts.choose_decoded_tactic)
+
+
+def _call(
+    kernels: tuple[Kernel[Any, Any], ...],
+    target: Target,
+    shorter: Any = None,
+    choose: Callable[[MoeProblem], GemmTactic] | None = None,
+) -> KernelSequence[MoeProblem]:
     def problems(
         problem: MoeProblem, tactic: GemmTactic | None, given: Operands
     ) -> tuple[Any, ...]:
-        rows = facts.rows_of_call(problem, target.name, tactic, mapped=_has(given, "local"))
+        cut = tactic if choose is None else tactic or choose(problem)
+        rows = facts.rows_of_call(problem, target.name, cut, mapped=_has(given, "local"))
         return rows, rows, rows, rows, facts.combined(rows, shared=_has(given, "shared"))
 
-    kernels = (PLAN, GATHER, *products, COMBINE)
-    return KernelSequence(kernels, problems, lambda _, t: {"out": t["out"]})
+    every = (PLAN, *kernels, COMBINE)
+    return KernelSequence(every, problems, lambda _, t: {"out": t["out"]}, shorter)
 
 
 def shared_expert(products: ProductKernels, target: Target) -> KernelSequence[MoeProblem]:

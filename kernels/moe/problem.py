@@ -157,12 +157,84 @@ FIRST_TACTICS: Mapping[str, GemmTactic] = {
 }
 
 
+# Where rows are decoded once, in front of both products (sm_90a): a tile multiplies by an
+# instruction of as many columns as its rows need.
+DECODED = GemmTactic(facts.ANY, rows=256, columns=128, inner=facts.SPAN, group=2)
+DECODED_TACTICS = (
+    *TACTICS[SM90A.name][:3],
+    GemmTactic(150, rows=192, columns=128, inner=facts.SPAN),
+    DECODED,
+)
+GRANULE = 16  # rows of a tile are loaded, multiplied and written in steps of so many
+# Columns of the instructions of a tile, by its rows. Each is a loop of its own in machine code, so
+# they are close together where most experts are.
+WIDTHS: Mapping[int, tuple[int, ...]] = {
+    16: (8, 16),
+    32: (8, 16, 24, 32),
+    64: (16, 32, 48, 56, 64),
+    192: (64, 96, 112, 128, 144, 160, 192),
+    256: (64, 128, 160, 176, 192, 208, 256),
+}
+LOADING_REGISTERS = 32  # of a thread that loads, where all others multiply
+
+
 def choose_tactic(problem: MoeProblem, target: str) -> GemmTactic:
     """Return the tactic of both products, by the table."""
     if target not in TACTICS:
         raise UnknownName.among("target of a mixture of experts", target, TACTICS)
     mean = problem.slots / problem.routed
     return next(tactic for tactic in TACTICS[target] if mean <= tactic.rows_up_to)
+
+
+def decodes_rows(problem: MoeProblem, target: str) -> bool:
+    """Return whether a call decodes its rows once; else every tile decodes them anew."""
+    whole = (problem.hidden | problem.width) % facts.SCALE_TILE_ROWS == 0
+    return target == SM90A.name and whole
+
+
+def choose_decoded_tactic(problem: MoeProblem) -> GemmTactic:
+    """Return the tactic of both products of decoded rows, by the table."""
+    mean = problem.slots / problem.routed
+    return next(tactic for tactic in DECODED_TACTICS if mean <= tactic.rows_up_to)
+
+
+def decoded_groups(form: GemmForm) -> int:
+    """Return the warpgroups that multiply: 64 rows of weights each."""
+    return form.tactic.columns // facts.PIECE_ROWS
+
+
+def decoded_registers(form: GemmForm) -> tuple[int, int]:
+    """Return the registers of a thread that loads, and of one that multiplies."""
+    groups = decoded_groups(form)
+    whole = facts.REGISTERS_OF_PROCESSOR // facts.WARPGROUP // (1 + groups) // 8 * 8 * (1 + groups)
+    left = (whole - LOADING_REGISTERS) // groups // 8 * 8
+    return LOADING_REGISTERS, min(left, facts.LARGEST_REGISTERS)
+
+
+def decoded_weight_bytes(form: GemmForm) -> int:
+    """Return the bytes of a stage's weights: their codes, and whole tiles of their scales."""
+    tactic = form.tactic
+    tiles: int = form.parts * ceil_div(tactic.columns // form.parts, facts.SCALE_TILE_ROWS)
+    scales = tiles * (tactic.inner // facts.SPAN) * facts.SCALE_TILE_BYTES
+    return tactic.columns * tactic.inner // 2 + scales
+
+
+def decoded_output_bytes(form: GemmForm) -> int:
+    """Return the bytes of a tile that leaves.
+
+    Of few rows each warpgroup has 128 bytes a row; of many, it has two buffers of 64 rows.
+    """
+    rows = form.tactic.rows if facts.has_few_rows(form) else facts.PIECES_AT_ONCE * facts.PIECE_ROWS
+    return decoded_groups(form) * rows * 128
+
+
+def decoded_stages(form: GemmForm) -> int:
+    """Return the stages that fit beside the outgoing tile."""
+    stage = form.tactic.rows * form.tactic.inner * 2 + decoded_weight_bytes(form)
+    beside = (
+        decoded_output_bytes(form) + facts.MOST_BARRIERS * facts.BARRIER_BYTES + facts.ALIGNMENT
+    )
+    return facts.stages_that_fit(stage, beside, form.target)
 
 
 def forms_of(

@@ -33,6 +33,7 @@ from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.moe import simt_moe_rows as rows
 from degarble.kernels.moe.entry import READ, ScaleWords, described, routed_experts
 from degarble.kernels.moe.problem import GATE_AND_UP
+from degarble.kernels.moe.sm90_moe_decoded import KERNEL as DECODED
 from degarble.kernels.primitives import device_words as words
 from degarble.kernels.runtime.pdl import EARLY
 from degarble.kernels.runtime.targets import SM90A
@@ -557,5 +558,5 @@ def launch_grouped(
 # ---- host ----------------------------------------------------------------------------------------
 
 FC1, FC2 = PRODUCTS = described(launch_grouped, SM90A, ScaleWords(read=Uint32, written=Uint8))
-KERNEL = routed_experts(PRODUCTS, SM90A)
+KERNEL = routed_experts(PRODUCTS, SM90A, DECODED)
 compile_form = PRODUCTS.compile_form

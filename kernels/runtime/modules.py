@@ -57,6 +57,7 @@ _ROOMS = {
         "sm100_moe_nvfp4",
         "sm100_shared_expert",
         "sm90_moe_by_row",
+        "sm90_moe_decoded",
         "sm90_moe_nvfp4",
         "sm90_shared_expert",
     ),

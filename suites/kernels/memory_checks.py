@@ -54,7 +54,7 @@ from degarble.suites.kernels.attention import attention_checks
 from degarble.suites.kernels.cache import compressor_checks, paged_pool_checks
 from degarble.suites.kernels.gemm import grouped_checks, grouped_fp8_checks, w4a16_checks
 from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
-from degarble.suites.kernels.moe import by_row_checks, moe_checks
+from degarble.suites.kernels.moe import by_row_checks, decoded_checks, moe_checks
 from degarble.suites.kernels.quantise import quantise_checks
 from degarble.suites.kernels.rows import (
     head_checks,
@@ -76,6 +76,7 @@ PROBES = Path(__file__).parents[1] / "support" / "probes"
 OF_SHARED = {
     "sm90_attention_turns": ("attention/sm90_attention_kernel",),
     "sm90_moe_nvfp4": ("moe/few_rows",),
+    "sm90_moe_decoded": ("moe/decoded_few", "moe/decoded_rows"),
     "sm90_moe_by_row": ("moe/w4a16_by_row", "gemm/w4a16_walk"),
 }
 _DEFINED = re.compile(r"(?m)^@cute\.kernel\ndef (\w+)\(")
@@ -138,6 +139,14 @@ def _experts() -> None:
         tokens = min(case.problem.tokens, 70)
         few = replace(case, problem=replace(case.problem, tokens=tokens), tactic=tactics[n // 2])
         moe_checks.on_device(few, moe_checks.given_of(few))
+
+
+def _decoded_experts() -> None:
+    tactics = moe_problem.DECODED_TACTICS
+    for n, case in enumerate(decoded_checks.fuzzed(SEED, 2 * len(tactics))):
+        tokens = min(case.problem.tokens, 70)
+        few = replace(case, problem=replace(case.problem, tokens=tokens), tactic=tactics[n // 2])
+        decoded_checks.on_device(few)
 
 
 def _shared_expert() -> None:
@@ -321,6 +330,7 @@ GROUPS = {
     "grouped in FP8": Group(_grouped_fp8, ("sm90_gemm_grouped_fp8", "simt_quantise_fp8")),
     "w4a16, experts by row": Group(_w4a16, (*w4a16_checks.KERNELS, "sm90_moe_by_row")),
     "experts": Group(_experts, ("sm90_moe_nvfp4", "simt_moe_rows")),
+    "decoded experts": Group(_decoded_experts, ("sm90_moe_decoded", "simt_moe_rows")),
     "shared expert": Group(
         _shared_expert, ("sm90_moe_nvfp4", "sm90_gemm_fp8_block", "simt_quantise_fp8")
     ),

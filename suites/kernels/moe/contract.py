@@ -28,7 +28,7 @@ from degarble.suites.kernels.contract import (
     ReplayCase,
     Round,
 )
-from degarble.suites.kernels.moe import by_row_checks
+from degarble.suites.kernels.moe import by_row_checks, decoded_checks
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe.moe_checks import Case
 
@@ -218,7 +218,30 @@ def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
     return list(kept.values())
 
 
-CODE = [*_once(_code()), *_once(_by_row_code()), *_once(_walk_code())]
+def _decoded_code() -> Iterator[MachineCode]:
+    for tactic, weighting in product(facts.DECODED_TACTICS, facts.WEIGHTINGS):
+        problem = problem_of("v4-pro", 1, weighting)
+        usual = tactic.rows == 16 and weighting == BEFORE_W2
+        few, widths = tactic.inner > gemm.SPAN, facts.WIDTHS[tactic.rows]
+        for form in facts.forms_of(problem, SM90A.name, tactic):
+            # A stage in front of a loop and one in it, or two where registers alternate by stage.
+            spans = 2 * (tactic.inner // gemm.SPAN if few else 2)
+            counts = {
+                "wgmma.mma_async": len(widths) * spans * (gemm.SPAN // 16),
+                "setmaxnreg.inc": 1,
+                "griddepcontrol.wait": 1,
+            }
+            first = form.gemm.parts == facts.GATE_AND_UP
+            threads = gemm.WARPGROUP * (1 + facts.decoded_groups(form.gemm))
+            yield MachineCode(
+                f"sm90_moe_decoded.{'FC1' if first else 'FC2'}", form,
+                gemm.REGISTERS_OF_PROCESSOR // threads // 8 * 8, counts=counts, slow=not usual,
+            )  # fmt: skip
+        ordered = RowsForm(tactic.rows, SM90A.name)
+        yield MachineCode("sm90_moe_decoded.GATHER", ordered, slow=tactic.rows != 16)
+
+
+CODE = [*_once(_code()), *_once(_decoded_code()), *_once(_by_row_code()), *_once(_walk_code())]
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -236,6 +259,19 @@ def _cases(target: str, tactics: Sequence[GemmTactic], tokens: Sequence[int]) ->
     for seed, experts in enumerate((1, 7, 16)):
         elsewhere = MoeProblem(333, 320, 288, experts, 4, 32, 10.0)
         yield Case(elsewhere, "even", seed, target=target)
+
+
+def _decoded_cases() -> Iterator[Case]:
+    tactics, weightings = facts.DECODED_TACTICS, facts.WEIGHTINGS
+    for choice, weighting, tactic in product(checks.CHOICES, weightings, tactics):
+        yield Case(MoeProblem(700, 384, 512, 8, 1, 8, 10.0, weighting), choice, 3, tactic)
+    for model, count in product(MODELS, (1, 17, 400, 2048)):
+        weighting = BEFORE_W2 if count == 17 else AFTER_W2
+        yield Case(problem_of(model, count, weighting), "skewed")
+    for count in (1, 8, 300):
+        yield Case(MoeProblem(count, 256, 256, 8, 2, 8, 10.0), shared=True)
+    for seed, experts in enumerate((1, 7, 16)):
+        yield Case(MoeProblem(333, 384, 128, experts, 4, 32, 10.0), "even", seed)
 
 
 def _launched(case: Case) -> Any:
@@ -257,6 +293,10 @@ JUDGED = [
         _cases("sm_90a", [*facts.TILES["sm_90a"].values()], (1, 17, 400, 2048)), 10, HOPPER,
     ),
     _judged("sm_100a", _cases("sm_100a", OF_SECOND, (1, 17, 2048)), 3, BLACKWELL),
+    Judged(
+        "sm90_moe_decoded", list(_decoded_cases()), decoded_checks.mismatch, decoded_checks.fuzzed,
+        10, 40, decoded_checks.on_device, 10, HOPPER,
+    ),
     Judged(
         "sm90_moe_by_row", by_row_checks.cases(), by_row_checks.mismatch, by_row_checks.fuzzed,
         6, 20, by_row_checks.on_device, 10, HOPPER,
@@ -287,6 +327,26 @@ def _replay(target: str) -> Replay:
     )  # fmt: skip
 
 
+def _replay_decoded() -> Replay:
+    """Other tokens, and other choices of them."""
+    case = Case(MoeProblem(200, 512, 384, 16, 4, 16, 10.0), "one", 1, shared=True)
+    other = replace(case, choice="skewed", seed=2)
+    given, later = checks.given_of(case), checks.given_of(other)
+    memory = decoded_checks.poisoned(case, given)
+
+    def tensors(of: checks.MoeInputs) -> list[Tensor]:
+        return list(of.operands.values())
+
+    def mismatch() -> str:
+        return decoded_checks.difference(other, given, memory)
+
+    return Replay(
+        lambda: decoded_checks.launch(case, given, memory), tensors(given), memory["out"],
+        [Round(tensors(later), mismatch=mismatch)], poison=0xFF,
+        scratch={name: each for name, each in memory.items() if name != "out"},
+    )  # fmt: skip
+
+
 def _replay_by_row() -> Replay:
     """Other tokens, and other choices of them."""
     case = by_row_checks.Case(
@@ -311,6 +371,7 @@ def _replay_by_row() -> Replay:
 
 REPLAYS = [
     ReplayCase("sm90_moe_by_row", _replay_by_row, HOPPER),
+    ReplayCase("sm90_moe_decoded", _replay_decoded, HOPPER),
     ReplayCase("sm90_moe_nvfp4", partial(_replay, "sm_90a"), HOPPER),
     ReplayCase("sm100_moe_nvfp4", partial(_replay, "sm_100a"), BLACKWELL),
 ]

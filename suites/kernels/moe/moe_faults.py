@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from degarble.kernels.gemm.problem import ANY, GemmTactic
-from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, TILES, MoeProblem
+from degarble.kernels.moe.problem import (
+    AFTER_W2,
+    BEFORE_W2,
+    DECODED_TACTICS,
+    TILES,
+    WIDTHS,
+    MoeProblem,
+)
+from degarble.suites.kernels.moe import decoded_checks
 from degarble.suites.kernels.moe import moe_checks as checks
 
 if TYPE_CHECKING:
@@ -35,12 +43,22 @@ class Fault:
     instead: Callable[..., Any]
     weighting: str = AFTER_W2
     rows: int = 128  # of the tiles that the case is cut in
+    decoded: bool = False  # whether rows are decoded once, in front
 
     @property
     def case(self) -> checks.Case:
         """The call by which it is judged."""
+        if self.decoded:
+            problem = MoeProblem(400, 384, 256, 5, 2, 5, 10.0, self.weighting)
+            tactic = next(each for each in DECODED_TACTICS if each.rows == self.rows)
+            return checks.Case(problem, "even", 1, tactic)
         problem = MoeProblem(130, 320, 288, 5, 2, 5, 2.0, self.weighting)
         return checks.Case(problem, "even", 1, TILES[checks.TARGET][self.rows])
+
+    @property
+    def checks(self) -> Any:
+        """The module that judges it."""
+        return decoded_checks if self.decoded else checks
 
 
 def halves_changed(true: Any, pair: Any, *more: Any) -> Any:
@@ -133,10 +151,34 @@ def _pairs_changed(true: Any, *given: Any) -> Any:
     return [second, first, *more]
 
 
+def _gate_for_up(true: Any, sums: Any, *more: Any) -> Any:
+    return true(sums[2:] + sums[:2], *more)
+
+
+def _other_registers(true: Any, fragments: Any, index: Any, half: int, *, begins: bool) -> Any:
+    return true(fragments, index, 1 - half, begins=begins)
+
+
+def _narrowest(true: Any, slots: Any, row: Any, tile: int) -> Any:
+    return true(slots, row, tile) * 0 + WIDTHS[tile][0]
+
+
+def _always_first(true: Any, slots: Any, row: Any, tile: int) -> Any:
+    return true(slots, row - row % tile, tile)
+
+
+def _next_block(true: Any, tile: Any, place: Any, mine: Any) -> Any:
+    token, block = place
+    return true(tile, (token, 1 - block), mine)
+
+
 _EPILOGUE, _SCHEDULE = "degarble.kernels.moe.sm90_moe_nvfp4", "degarble.kernels.gemm.mainloop"
 _FEW, _SPANS = "degarble.kernels.moe.few_rows", "degarble.kernels.moe.few_rows"
 _TALL, _PROBLEM = "degarble.kernels.moe.sm90_moe_nvfp4", "degarble.kernels.moe.problem"
 _PLAIN = "degarble.kernels.gemm.sm90_gemm_nvfp4"
+_DECODED, _DECODED_FEW, _DECODED_ROWS = (
+    f"degarble.kernels.moe.{name}" for name in ("sm90_moe_decoded", "decoded_few", "decoded_rows")
+)
 _GROUPED, _ROWS = "degarble.kernels.moe.sm90_moe_nvfp4", "degarble.kernels.moe.simt_moe_rows"
 
 FAULTS = (
@@ -168,6 +210,20 @@ FAULTS = (
     Fault("few rows: codes as if not swizzled", _SPANS, "chunk_of_codes", _not_swizzled, rows=32),
     Fault("few rows: tokens' pairs changed", _SPANS, "half_pairs", _pairs_changed, rows=64),
     Fault("few rows: expert before", _SCHEDULE, "tile_at", expert_before, rows=64),
+    *(
+        Fault(f"decoded rows: {name}", module, function, instead, weighting, rows, decoded=True)
+        for name, module, function, instead, weighting, rows in (
+            ("gate and up changed", _DECODED, "gated", _gate_for_up, AFTER_W2, 256),
+            ("another order of K", _DECODED_ROWS, "decoded_chunks", _changed, AFTER_W2, 256),
+            ("another order of pairs", _DECODED_ROWS, "decoded_block", _changed, AFTER_W2, 16),
+            ("other registers", _DECODED, "add_stage", _other_registers, AFTER_W2, 256),
+            ("narrow tiles", _DECODED_ROWS, "width_of", _narrowest, AFTER_W2, 256),
+            ("narrow few rows", _DECODED_ROWS, "width_of", _narrowest, BEFORE_W2, 32),
+            ("rows behind a width", _DECODED_ROWS, "is_read", _always_first, AFTER_W2, 256),
+            ("another block", _DECODED_FEW, "read_block", _next_block, AFTER_W2, 16),
+            ("scale of gate for up", _DECODED_FEW, "scales_of", _first_matrix, AFTER_W2, 64),
+        )
+    ),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
@@ -181,24 +237,26 @@ def planted(fault: Any) -> Iterator[None]:
     def instead(*given: Any, **named: Any) -> Any:
         return fault.instead(true, *given, **named)
 
-    forget(fault.case.target)
+    forget(fault)
     try:
         with mock.patch.object(module, fault.function, instead):
             yield
     finally:
-        forget(fault.case.target)
+        forget(fault)
 
 
-def forget(target: str) -> None:
-    """Forget what was compiled of a call's kernels."""
-    for kernel in checks.entry(target).KERNEL.kernels:
+def forget(fault: Any) -> None:
+    """Forget what was compiled of the kernels of a fault's call."""
+    case = fault.case
+    for kernel, _ in fault.checks.steps(case, checks.given_of(case, "cpu")):
         kernel.compile_form.cache_clear()
 
 
 @cache
-def verdict_of_whole(case: checks.Case) -> str:
+def verdict_of_whole(case: checks.Case, *, decoded: bool = False) -> str:
     """Say what is wrong with a case in which nothing is planted."""
-    return checks.mismatch(case)
+    found: str = (decoded_checks if decoded else checks).mismatch(case)
+    return found
 
 
 def texts(fault: Fault) -> list[str]:
@@ -206,6 +264,6 @@ def texts(fault: Fault) -> list[str]:
     case = fault.case
     made = [
         kernel.compile_form(kernel.choose_form(own, case.target), checks.SETTINGS)
-        for kernel, own in checks.steps(case, checks.given_of(case, "cpu"))
+        for kernel, own in fault.checks.steps(case, checks.given_of(case, "cpu"))
     ]
     return [kernel.ptx for kernel in made]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,10 +25,12 @@ from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, offset_128x4
 from degarble.harness.formats.number_formats import NVFP4, ScaleDirection
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.scalar_ops import ue8m0_decode
+from degarble.kernels.gemm import problem as gemm_facts
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.problem import MoeProblem
 from degarble.kernels.runtime.kernel import Kernel
 from degarble.kernels.runtime.modules import kernel_named
+from degarble.kernels.runtime.targets import TARGETS
 from degarble.references import elementary
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe import moe_faults as faults
@@ -125,6 +129,108 @@ def test_what_is_eight_rows_or_a_span_away_lies_where_the_reads_say(
 
 
 # --------------------------------------------------------------------------------------------------
+# Rows that are decoded once, as arithmetic: which weights a thread reads, and where pairs go.
+
+WARPGROUP = range(128)
+DECODED = [
+    pytest.param(form.gemm, id=f"{form.gemm.tactic.rows}-{form.gemm.parts}")
+    for tactic in facts.DECODED_TACTICS
+    for form in facts.forms_of(problem_of("v4-flash", 1), checks.TARGET, tactic)
+]
+
+
+@pytest.fixture
+def decoded() -> ModuleType:
+    return import_module("degarble.kernels.moe.sm90_moe_decoded")
+
+
+@pytest.fixture
+def decoded_few() -> ModuleType:
+    return import_module("degarble.kernels.moe.decoded_few")
+
+
+@pytest.mark.parametrize("form", DECODED)
+def test_each_block_of_weights_is_read_once_with_its_scale(
+    decoded: ModuleType, decoded_few: ModuleType, form: Any
+) -> None:
+    tactic, columns = form.tactic, form.tactic.columns
+    spans, part = tactic.inner // 64, columns // form.parts
+    swizzle = {1: "K_SW32", 2: "K_SW64", 4: "K_SW128"}[spans]
+    lie = staged("Uint32", columns, 8 * spans, swizzle)
+    at = {lie[row][2 * b]: divmod(b, 4) for row in range(columns) for b in range(4 * spans)}
+    rows = {lie[row][2 * b]: row for row in range(columns) for b in range(4 * spans)}
+    tile = 512 * spans * max(1, part // 128)  # bytes of a matrix's scales in a stage
+    for column in (0, 1):
+        seen: set[int] = set()
+        first = column * part % 128
+        for mine, within in product(range(columns // 64), WARPGROUP):
+            for span in range(spans):
+                if spans > 1:
+                    place = decoded_few.place_of_weights(within, mine, form)
+                    away = place.below
+                    codes = [place.codes[span] + i * away[0] for i in range(2)]
+                    scales = [place.scales + 512 * span + i * away[1] for i in range(2)]
+                else:
+                    place = decoded.place_of_weights(within, (mine, column), form)
+                    codes = [each * 8 for each in place.codes]
+                    scales = [each * 4 for each in place.scales]
+                for code, scale in zip(codes, scales, strict=True):
+                    assert at[code] == (span, place.block)
+                    matrix, row = divmod(rows[code], part)
+                    want = offset_128x4(first + row, 4 * span, 4 * spans)
+                    assert scale == matrix * tile + want
+                    seen.add(code)
+                if form.parts == facts.GATE_AND_UP:
+                    assert rows[codes[1]] - rows[codes[0]] == part  # gate and its up
+        assert seen == set(at)
+
+
+def test_a_thread_decodes_in_the_order_of_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = import_module("degarble.kernels.moe.decoded_rows")
+    stages = decoded.stages
+    monkeypatch.setattr(stages, "half_pairs", lambda word: [(word, j) for j in range(4)])
+    monkeypatch.setattr(stages, "times_half", lambda pair, scale: (*pair, scale))
+    monkeypatch.setattr(stages, "scales_of_blocks", lambda word: [(word, b) for b in range(4)])
+    codes = [[(block, word) for word in range(2)] for block in range(4)]
+    made = [pair for chunk in decoded.decoded_chunks(codes, "scales") for pair in chunk]
+    found = []
+    for (block, word), j, scale in made:
+        assert scale == ("scales", block)
+        found += [16 * block + 8 * word + j, 16 * block + 8 * word + j + 4]
+    assert found == stages.order_of_k()
+
+
+def test_pairs_of_two_warpgroups_meet_in_the_order_of_k(decoded_few: ModuleType) -> None:
+    stages, order = decoded_few.stages, {}
+    for column, mine, block, chunk in product(range(2), range(4), range(2), range(8)):
+        word = decoded_few.word_of_pair(column, mine, block) + 4 * chunk
+        number = 128 * column + 32 * mine + 16 * block  # of the first output of the block
+        first = number + chunk // 4 * 8 + chunk % 4
+        assert word not in order
+        order[word] = (first, first + 4)
+    found = [number for word in sorted(order) for number in order[word]]
+    assert found == [64 * group + each for group in range(4) for each in stages.order_of_k()]
+
+
+@pytest.mark.parametrize("tactic", facts.DECODED_TACTICS, ids=lambda tactic: str(tactic.rows))
+def test_stages_of_decoded_rows_fit(tactic: Any) -> None:
+    for form in (each.gemm for each in facts.forms_of(problem_of("v4-pro", 1), "sm_90a", tactic)):
+        count, output = facts.decoded_stages(form), facts.decoded_output_bytes(form)
+        stage = tactic.rows * tactic.inner * 2 + facts.decoded_weight_bytes(form)
+        held = count * stage + output + 16 * count
+        assert held <= TARGETS["sm_90a"].shared_memory_bytes
+        assert count >= 3  # two of them are multiplied while the next one is loaded
+        loading, multiplying = facts.decoded_registers(form)
+        threads = 128 * (1 + facts.decoded_groups(form))
+        most = gemm_facts.REGISTERS_OF_PROCESSOR // threads // 8 * 8 * threads
+        assert 128 * (loading + facts.decoded_groups(form) * multiplying) <= most
+        widths = facts.WIDTHS[tactic.rows]
+        assert widths[-1] == tactic.rows
+        step = math.gcd(*widths)
+        assert tactic.rows // step <= 32  # a lane looks at a step
+
+
+# --------------------------------------------------------------------------------------------------
 # Grouped experts on Hopper: machine code, refusals, on an H200 equal to one expert at a time.
 
 SMALL = MoeProblem(5, 64, 96, 3, 2, 3, 10.0)
@@ -217,7 +323,7 @@ def test_weights_of_a_checkpoint_are_stacked_and_others_refused() -> None:
 
 
 def test_faults_have_names_of_their_own() -> None:
-    assert len(faults.BY_NAME) == len(faults.FAULTS) == 22
+    assert len(faults.BY_NAME) == len(faults.FAULTS) == 31
 
 
 def test_a_planted_fault_is_removed() -> None:
@@ -294,9 +400,9 @@ def test_rows_are_their_own() -> None:
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_caught_and_a_whole_call_is_not(fault: faults.Fault) -> None:
     # The oracle is compiled here, before anything is planted in what it shares with the experts.
-    assert not faults.verdict_of_whole(fault.case)
+    assert not faults.verdict_of_whole(fault.case, decoded=fault.decoded)
     with faults.planted(fault):
-        assert checks.mismatch(fault.case)
+        assert fault.checks.mismatch(fault.case)
 
 
 # --------------------------------------------------------------------------------------------------

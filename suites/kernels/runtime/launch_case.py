@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SETTINGS = CompileSettings()
-BF16, FP32, INT32, INT64, BYTES, FP8 = (
-    torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn,
+BF16, FP16, FP32, INT32, INT64, BYTES, FP8 = (
+    torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.uint8,
+    torch.float8_e4m3fn,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from degarble.kernels.moe.problem import (
     PLANNED,
     MoeProblem,
     RowsProblem,
+    choose_decoded_tactic,
     combined,
     rows_of_call,
     scale_bytes,
@@ -25,6 +26,7 @@ from degarble.suites.kernels.runtime.launch_case import (
     BF16,
     BYTES,
     FP8,
+    FP16,
     FP32,
     INT32,
     INT64,
@@ -43,7 +45,8 @@ _EXPERTS = ("sm90_moe_nvfp4", "simt_moe_rows")
 _EXPERTS_100 = ("sm100_moe_nvfp4", *_EXPERTS)
 LAUNCHED_BY = {
     "sm90_moe_by_row": ("sm90_moe_by_row", "sm90_gemm_w4a16", "simt_moe_rows"),
-    "sm90_moe_nvfp4": _EXPERTS,
+    "sm90_moe_decoded": ("sm90_moe_decoded", "simt_moe_rows"),
+    "sm90_moe_nvfp4": ("sm90_moe_decoded", *_EXPERTS),
     "sm100_moe_nvfp4": _EXPERTS_100,
     "sm90_shared_expert": (*_EXPERTS, "sm90_gemm_fp8_block", "simt_quantise_fp8"),
     "sm100_shared_expert": (*_EXPERTS_100, "sm100_gemm_fp8_block", "simt_quantise_fp8"),
@@ -183,6 +186,33 @@ def _moe_cases() -> Iterator[LaunchCase]:
             yield LaunchCase(name, replace(alone, tokens=tokens), of_fp8, target)
 
 
+def _decoded_cases() -> Iterator[LaunchCase]:
+    """Experts whose rows are decoded once: whole calls, and each kernel alone."""
+    name = "sm90_moe_decoded"
+    for moe in (
+        MoeProblem(3, 256, 128, 4, 2, 4, 10.0),
+        MoeProblem(300, 256, 128, 3, 2, 8, weighting=BEFORE_W2),
+    ):
+        given, mapped = _moe_operands(moe), moe.experts < moe.routed
+        local = {"local": Given(INT32, (moe.routed,))} if mapped else {}
+        yield LaunchCase(name, moe, given | local)
+        rows = RowsProblem(moe, choose_decoded_tactic(moe), mapped)
+        order, scale = _order(rows), given["w13_input_scale"]
+        gather = {"x": given["x"], **order, "w13_input_scale": scale}
+        yield LaunchCase(f"{name}.GATHER", rows, gather)
+        w13, w2 = (
+            {each: of for each, of in given.items() if each.startswith(product)}
+            for product in ("w13", "w2_")
+        )
+        more = {"w2_input_scale": w2["w2_input_scale"], "weights": given["weights"]}
+        x, hidden = (
+            {f"{each}_numbers": Given(FP16, (rows.rows, width))}
+            for each, width in (("x", 256), ("hidden", 128))
+        )
+        yield LaunchCase(f"{name}.FC1", rows, {**x, **w13, **order, **more})
+        yield LaunchCase(f"{name}.FC2", rows, {**hidden, **w2, **order})
+
+
 def _moe_operands(p: MoeProblem) -> dict[str, Given]:
     slots = p.tokens, p.chosen
     given = {
@@ -307,6 +337,7 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "sm90_gemm_nvfp4": _by_name,
     "sm90_gemm_w4a16": _by_name,
     "sm90_gemm_w4a16_wgmma": _by_name,
+    "sm90_moe_decoded": _by_name,
     "sm90_moe_nvfp4": _by_name,
     "sm90_moe_by_row": _by_name,
     "sm90_shared_expert": _shared_expert,
@@ -314,6 +345,7 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
         f"sm90_moe_by_row.{name}": _of_several(name)
         for name in ("ROWS", "FC1", "GATED", "FC2", "SUM", "PRODUCTS")
     },
+    **{f"sm90_moe_decoded.{name}": _of_several(name) for name in ("GATHER", "FC1", "FC2")},
     **{f"simt_moe_rows.{name}": _of_several(name) for name in ("PLAN", "GATHER", "COMBINE")},
     **{
         f"{architecture}_moe_nvfp4.{name}": _of_several(name)
@@ -323,5 +355,5 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
 }
 CASES = (
     *_gemm_cases(), *_few_rows_cases(), *_grouped_cases(), *_moe_cases(), *_experts_cases(),
-    *_by_row_cases(),
+    *_decoded_cases(), *_by_row_cases(),
 )  # fmt: skip

@@ -76,13 +76,16 @@ DESCRIBED = (
     "sm90_moe_by_row.GATED",
     "sm90_moe_by_row.ROWS",
     "sm90_moe_by_row.SUM",
+    "sm90_moe_decoded.FC1",
+    "sm90_moe_decoded.FC2",
+    "sm90_moe_decoded.GATHER",
     "sm90_moe_nvfp4.FC1",
     "sm90_moe_nvfp4.FC2",
     "sm90_sparse_attention",
 )
 SEQUENCES = (
-    "sm100_moe_nvfp4", "sm100_shared_expert", "sm90_moe_by_row", "sm90_moe_nvfp4",
-    "sm90_shared_expert", "sm90_moe_by_row.PRODUCTS",
+    "sm100_moe_nvfp4", "sm100_shared_expert", "sm90_moe_by_row", "sm90_moe_decoded",
+    "sm90_moe_nvfp4", "sm90_shared_expert", "sm90_moe_by_row.PRODUCTS",
 )  # fmt: skip
 # Named for the first target that they had.
 ANYWHERE = (
