@@ -31,7 +31,7 @@ from degarble.suites.bench.runner import (
     copy_arm,
     shared,
 )
-from degarble.suites.kernels.moe import by_row_checks
+from degarble.suites.kernels.moe import by_row_checks, decoded_checks
 from degarble.suites.kernels.moe import moe_checks as checks
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ WANTED = 0.70  # of the plain form's rate, both products together
 FC1, FC2, WHOLE = "grouped FC1", "grouped FC2", "whole call"
 PLAIN1, PLAIN2, CUBLAS = "plain FC1", "plain FC2", "cuBLAS, BF16, FC1"
 ROWS = ("order of rows", "rows quantised", "sum of slots")
+DECODED = ", rows decoded once,"
 COPIED = 1 << 30
 BYTES_OF_WEIGHT = 9 / 16  # a code, and a scale for sixteen of them
 
@@ -95,6 +96,22 @@ def launches_of(
     return made
 
 
+def decoded_launches_of(
+    problem: MoeProblem, tactic: GemmTactic, given: Callable[[int], Any], number: int
+) -> dict[str, Launch]:
+    """Return the launches of a call that decodes its rows once, and of its products."""
+    case, inputs = checks.Case(problem, "even", 1, tactic), given(number)
+    memory = decoded_checks.poisoned(case, inputs)
+    tensors = inputs.operands | memory
+    made: dict[str, Launch] = {WHOLE: partial(decoded_checks.launch, case, inputs, memory)}
+    *_, first, second, _ = decoded_checks.steps(case, inputs)
+    for name, (kernel, own) in ((FC1, first), (FC2, second)):
+        here = {each: tensors[each] for each in kernel.names if each in tensors}
+        made[name] = partial(kernel.run, own, checks.SETTINGS, **here)
+    made[WHOLE]()  # rows have to be there before a product alone is timed
+    return made
+
+
 def arms_of(
     problem: MoeProblem,
     names: Sequence[str],
@@ -103,7 +120,9 @@ def arms_of(
     suffix: str = "",
 ) -> list[Arm]:
     """Return arms of launches that share the buffers of a set."""
-    made = cache(partial(launches_of, problem, tactic, given))
+    decoded = tactic is not None and suffix.startswith(DECODED)
+    launches: Any = decoded_launches_of if decoded else launches_of
+    made = cache(partial(launches, problem, tactic, given))
     first, second = (gemm_problem.operations for gemm_problem in plain_problems(problem))
     operations = {WHOLE: problem.operations, FC1: first, FC2: second}
     return [
@@ -113,8 +132,14 @@ def arms_of(
 
 
 def products_arms(problem: MoeProblem) -> list[Arm]:
-    """Both grouped products, each alone and on existing rows, and the whole call."""
-    return arms_of(problem, (WHOLE, FC1, FC2), cache(partial(given_of, problem)))
+    """Both grouped products, each alone and on existing rows, and the whole call; as calls run."""
+    tactic = facts.choose_decoded_tactic(problem)
+    return [
+        replace(arm, name=arm.name.removesuffix(DECODED))
+        for arm in arms_of(
+            problem, (WHOLE, FC1, FC2), cache(partial(given_of, problem)), tactic, DECODED
+        )
+    ]
 
 
 def plain_arms(problem: MoeProblem) -> list[Arm]:
@@ -158,6 +183,9 @@ def steps(model: str, tokens: int) -> Comparison:
         names = (WHOLE, FC1, FC2) if number else (WHOLE, FC1, FC2, *ROWS)
         cut = f" in {tactic.rows}x{tactic.columns}, {tactic.blocks} a processor"
         arms += arms_of(problem, names, given, tactic, cut)
+    for tactic in facts.DECODED_TACTICS:
+        cut = f"{DECODED} in {tactic.rows}x{tactic.columns}"
+        arms += arms_of(problem, (WHOLE, FC1, FC2), given, tactic, cut)
 
     def floor(found: Readings) -> Iterator[str]:
         visited = statistics.mean(
