@@ -167,6 +167,7 @@ _THRESHOLD: Final = 20.0  # softplus is its argument beyond: torch's threshold, 
 _INFINITY: Final = 0x7F80_0000
 _MAGNITUDE: Final = 0x7FFF_FFFF
 _WORD: Final = 0xFFFF_FFFF
+_NAN: Final = 0x7FC0_0000
 LOWEST_KEY: Final = 0x007F_FFFF  # of -inf
 TAKEN: Final = 0  # a key that no number has
 
@@ -220,6 +221,12 @@ def key_of(number: Any) -> Any:
     key = ops.select(bits > _MAGNITUDE, negative, bits + 0x8000_0000)
     # Trap: combined with a constant of 2**31 or more a DSL integer has 64 bits.
     return ops.unsigned(ops.select(magnitude > _INFINITY, _WORD, key))
+
+
+def number_of_key(key: Any) -> Any:
+    """Return a float32 of such a key: the only one, but +0 of both zeros."""
+    bits = ops.select(key >= 0x8000_0000, key - 0x8000_0000, _WORD - key)
+    return ops.number_of(ops.unsigned(ops.select(key == _WORD, _NAN, bits)))
 
 
 def _is_nan(number: Any) -> Any:

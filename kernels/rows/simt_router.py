@@ -3,7 +3,7 @@
 One source for sm_90a and sm_100a. Scores are sqrt(softplus) or sigmoid; experts are chosen by score
 plus bias, within the best groups where there are groups, or by a table of token ids; weights come
 from the scores without bias. A token has a warp, or, where tokens are few, a thread block whose
-warps share its scores and then each do the same. Lane l holds the keys of experts l, l + 32, ...
+warps share its scores, of which one chooses. Lane l holds the keys of experts l, l + 32, ...
 
 One token: scores to sortable integer keys; with groups, the sum of the two best of each group,
 whose losers' experts get the lowest key; K rounds of a warp maximum (redux), ties to the lower id;
@@ -30,6 +30,7 @@ from degarble.kernels.runtime.operands import DTYPES
 from degarble.kernels.runtime.pdl import EARLY, fetch_line, follow
 
 EVERY_LANE = 0xFFFF_FFFF
+AT_ONCE = 8  # keys of a group that a lane loads before it compares them
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -61,31 +62,35 @@ def best_of(key: Any, number: Any) -> Any:
     return warp_extreme("min", ops.select(key == warp_extreme("max", key), number, EVERY_LANE))
 
 
-def biased_score(tensors: RouterTensors, at: Any, expert: Any, form: RouterForm) -> Any:
+def biased_score(tensors: RouterTensors, score: Any, expert: Any) -> Any:
     """Return the score by which an expert is chosen."""
-    score = facts.score_of(Float32(tensors.logits[at]), form.scoring, square_root)
     return ops.add_rn(score, Float32(tensors.bias[expert]))
 
 
-def two_largest(pair: tuple[Any, Any], number: Any) -> tuple[Any, Any]:
-    """Return the two largest of a pair (larger first) and one more number."""
-    first, second = pair
-    above, between = (facts.key_of(number) > facts.key_of(each) for each in pair)
-    second = ops.select(above, first, ops.select(between, number, second))
-    return ops.select(above, number, first), second
+def scores_of(tensors: RouterTensors, at: Any, expert: Any, form: RouterForm) -> tuple[Any, Any]:
+    """Return an expert's score, and the key by which it is chosen."""
+    score = facts.score_of(Float32(tensors.logits[at]), form.scoring, square_root)
+    return score, facts.key_of(biased_score(tensors, score, expert))
+
+
+def best_slot(rKeys: Any, lane: Any, form: RouterForm) -> tuple[Any, Any]:
+    """Return the highest of a lane's keys and its expert, of equal ones the lower; by halves."""
+    found = [(Uint32(rKeys[slot]), lane + slot * LANES) for slot in range(form.slots)]
+    while len(found) > 1:
+        pairs = zip(found[0::2], found[1::2], strict=False)
+        kept = []
+        for (key, expert), (other, behind) in pairs:
+            better = other > key
+            kept.append((ops.select(better, other, key), ops.select(better, behind, expert)))
+        found = kept + ([found[-1]] if len(found) % 2 else [])
+    return found[0]
 
 
 def chosen_by_key(rKeys: Any, lane: Any, form: RouterForm) -> Any:
     """Return to lane j the j-th expert by key, ties to the lower id; consumes the keys."""
     mine = Uint32(0)
     for place in range(form.chosen):
-        best, expert = Uint32(rKeys[0]), lane
-        for slot in range(1, form.slots):
-            key = Uint32(rKeys[slot])
-            better = key > best
-            expert = ops.select(better, lane + slot * LANES, expert)
-            best = ops.select(better, key, best)
-        winner = best_of(best, expert)
+        winner = best_of(*best_slot(rKeys, lane, form))
         mine = ops.select(lane == place, winner, mine)
         for slot in range(form.slots):
             is_winner = lane + slot * LANES == winner
@@ -93,36 +98,47 @@ def chosen_by_key(rKeys: Any, lane: Any, form: RouterForm) -> Any:
     return mine
 
 
+def with_two(pair: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the two highest of two pairs of keys, the higher one of each first."""
+    lower = ops.maximum(ops.minimum(pair[0], other[0]), ops.maximum(pair[1], other[1]))
+    return ops.maximum(pair[0], other[0]), lower
+
+
 @cute.jit
-def key_of_group(sBiased: Any, lane: Any, column: Any, of_group: Any, form: RouterForm) -> Any:
+def key_of_group(sKeys: Any, lane: Any, column: Any, of_group: Any, form: RouterForm) -> Any:
     """Return to lane g the key of group g: the sum of its two best, found by several lanes."""
     several = form.lanes_of_group
     group, part = lane // several, lane % several
-    first = second = Float32(float("-inf"))
+    lowest = Uint32(facts.LOWEST_KEY)
+    first = second = lowest
     if group < form.groups:
-        for place in cutlass.range(part, of_group, several, unroll=1):
-            number = Float32(sBiased[group * of_group + place, column])
-            first, second = two_largest((first, second), number)
+        for begin in cutlass.range(part, of_group, several * AT_ONCE, unroll=1):
+            for step in cutlass.range_constexpr(AT_ONCE):  # so many loads under way
+                place, key = begin + step * several, lowest
+                if place < of_group:
+                    key = Uint32(sKeys[group * of_group + place, column])
+                first, second = with_two((first, second), (key, lowest))
     for step in facts.halvings(several):
-        others = [cute.arch.shuffle_sync_bfly(each, offset=step) for each in (first, second)]
-        for number in others:
-            first, second = two_largest((first, second), number)
+        pair = first, second
+        others = [Uint32(cute.arch.shuffle_sync_bfly(each, offset=step)) for each in pair]
+        first, second = with_two(pair, (others[0], others[1]))
+    numbers = facts.number_of_key(first), facts.number_of_key(second)
     # A group of one expert counts that expert alone.
-    if of_group == 1:
-        second = Float32(0.0)
-    key = facts.key_of(ops.add_rn(first, second))
+    least = ops.select(of_group == 1, Float32(0.0), numbers[1])
+    key = facts.key_of(ops.add_rn(numbers[0], least))
     key = cute.arch.shuffle_sync(key, offset=lane * several % LANES)
     return ops.select(lane < form.groups, key, Uint32(facts.TAKEN))
 
 
 def groups_kept(key: Any, lane: Any, form: RouterForm) -> Any:
-    """Return the bits of the best groups by the keys of lanes."""
-    kept = Uint32(0)
-    for _ in range(form.groups_kept):
-        winner = best_of(key, lane)
-        kept = kept | ops.shift_left(Uint32(1), winner)
-        key = ops.select(lane == winner, facts.TAKEN, key)
-    return kept
+    """Return the bits of the best groups by the keys of lanes: few others come before them."""
+    before = Uint32(0)
+    for group in range(form.groups):
+        other = Uint32(from_lane(key, group))
+        comes = (other > key) | ((other == key) & (lane > group))
+        before = before + ops.select(comes, Uint32(1), Uint32(0))
+    kept = (lane < form.groups) & (before < form.groups_kept)
+    return Uint32(cute.arch.vote_ballot_sync(kept))
 
 
 def weight_of(score: Any, scale: Any, epsilon: Any, form: RouterForm) -> Any:
@@ -137,7 +153,7 @@ def weight_of(score: Any, scale: Any, epsilon: Any, form: RouterForm) -> Any:
 
 
 @cute.kernel
-def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to be handed on
+def router_kernel(
     tensors: RouterTensors,
     extents: tuple[Int32, ...],
     factors: tuple[Float32, ...],
@@ -145,7 +161,6 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
 ) -> None:
     """Choose a token's experts and compute their weights."""
     tokens, experts, vocabulary = extents
-    scale, epsilon = factors
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     if cutlass.const_expr(not form.by_table):  # noqa: SIM102  known in tracing
@@ -160,56 +175,102 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
     token = ops.minimum(own, tokens - 1)  # a warp too many repeats the last one, and writes nothing
     start = Int64(token) * Int64(experts)
 
-    mine = Int32(facts.NONE)
+    mine, score = Int32(facts.NONE), Float32(0.0)
     if cutlass.const_expr(form.by_table):
         row = Int64(tensors.ids[token])
         if (lane < form.chosen) & (row >= 0) & (row < Int64(vocabulary)):
             named = Int64(tensors.table[row * form.chosen + Int64(lane)])
             if (named >= 0) & (named < Int64(experts)):
                 mine = Int32(named)
+        if mine >= 0:
+            logit = Float32(tensors.logits[start + Int64(mine)])
+            score = facts.score_of(logit, form.scoring, square_root)
+        tell(tensors, (own, tokens, lane), (mine, score), factors, form)
     else:
-        rKeys = cute.make_rmem_tensor(form.slots, Uint32)
-        rKeys.fill(facts.TAKEN)
         allocator = cutlass.memory.SmemAllocator()
         held = facts.MOST_EXPERTS if form.groups > 1 or form.few else 1
-        sBiased = allocator.allocate_tensor(Float32, cute.make_layout((held, form.tokens)), 16)
+        layout = cute.make_layout((held, form.tokens))
+        sKeys = allocator.allocate_tensor(Uint32, layout, 16)
+        sScores = allocator.allocate_tensor(
+            Float32, layout if form.few else cute.make_layout(1), 16
+        )
         if cutlass.const_expr(form.few):
             for expert in cutlass.range(Uint32(thread), Uint32(experts), WARPS * LANES, unroll=1):
-                at = start + Int64(expert)
-                sBiased[expert, column] = biased_score(tensors, at, expert, form)
+                made = scores_of(tensors, start + Int64(expert), expert, form)
+                sScores[expert, column], sKeys[expert, column] = made
             cute.arch.sync_threads()
+        place, numbers = (own, tokens, lane, column), (experts, start)
+        if cutlass.const_expr(form.few):
+            if warp == 0:  # one warp chooses
+                choose(tensors, (sKeys, sScores), place, numbers, factors, form)
+        else:
+            choose(tensors, (sKeys, sScores), place, numbers, factors, form)
+
+
+@cute.jit
+def choose(
+    tensors: RouterTensors,
+    shared: tuple[Any, Any],
+    place: tuple[Any, ...],
+    numbers: tuple[Any, Any],
+    factors: tuple[Float32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Choose a token's experts by a warp; `place` is token, tokens, lane, column of shared memory.
+
+    `numbers` are the experts, and the token's first logit.
+    """
+    sKeys, sScores = shared
+    own, tokens, lane, column = place
+    experts, start = numbers
+    rKeys = cute.make_rmem_tensor(form.slots, Uint32)
+    rKeys.fill(facts.TAKEN)
+    for slot in cutlass.range_constexpr(form.slots):
+        expert = lane + slot * LANES
+        if expert < Uint32(experts):
+            if cutlass.const_expr(form.few):
+                rKeys[slot] = Uint32(sKeys[expert, column])
+            else:
+                _, key = scores_of(tensors, start + Int64(expert), expert, form)
+                rKeys[slot] = key
+                if cutlass.const_expr(form.groups > 1):
+                    sKeys[expert, column] = key
+    if cutlass.const_expr(form.groups > 1):
+        cute.arch.sync_warp()
+        of_group = Uint32(experts) // form.groups
+        key = key_of_group(sKeys, lane, column, of_group, form)
+        kept = groups_kept(key, lane, form)
         for slot in cutlass.range_constexpr(form.slots):
             expert = lane + slot * LANES
-            if expert < Uint32(experts):
-                if cutlass.const_expr(form.few):
-                    rKeys[slot] = facts.key_of(Float32(sBiased[expert, column]))
-                else:
-                    biased = biased_score(tensors, start + Int64(expert), expert, form)
-                    rKeys[slot] = facts.key_of(biased)
-                    if cutlass.const_expr(form.groups > 1):
-                        sBiased[expert, column] = biased
-        if cutlass.const_expr(form.groups > 1):
-            cute.arch.sync_warp()
-            of_group = Uint32(experts) // form.groups
-            key = key_of_group(sBiased, lane, column, of_group, form)
-            kept = groups_kept(key, lane, form)
-            for slot in cutlass.range_constexpr(form.slots):
-                expert = lane + slot * LANES
-                is_open = ops.shift_right(kept, expert // of_group % LANES) & 1
-                if (expert < Uint32(experts)) & (is_open == 0):
-                    # Not TAKEN: experts of lost groups still come before absent ones.
-                    rKeys[slot] = Uint32(facts.LOWEST_KEY)
-        mine = Int32(chosen_by_key(rKeys, lane, form))
+            is_open = ops.shift_right(kept, expert // of_group % LANES) & 1
+            if (expert < Uint32(experts)) & (is_open == 0):
+                # Not TAKEN: experts of lost groups still come before absent ones.
+                rKeys[slot] = Uint32(facts.LOWEST_KEY)
+    mine, score = Int32(chosen_by_key(rKeys, lane, form)), Float32(0.0)
+    if lane < form.chosen:
+        if cutlass.const_expr(form.few):
+            score = Float32(sScores[mine, column])
+        else:
+            logit = Float32(tensors.logits[start + Int64(mine)])
+            score = facts.score_of(logit, form.scoring, square_root)
+    tell(tensors, (own, tokens, lane), (mine, score), factors, form)
 
-    score = Float32(0.0)
-    if (lane < form.chosen) & (mine >= 0):
-        logit = Float32(tensors.logits[start + Int64(mine)])
-        score = facts.score_of(logit, form.scoring, square_root)
+
+@cute.jit
+def tell(
+    tensors: RouterTensors,
+    place: tuple[Any, Any, Any],
+    chosen: tuple[Any, Any],
+    factors: tuple[Float32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Write a lane's expert and its weight; `place` is token, tokens, lane."""
+    own, tokens, lane = place
+    mine, score = chosen
+    scale, epsilon = factors
     weight = weight_of(score, scale, epsilon, form)
-    if cutlass.const_expr(form.few):
-        own = ops.select(warp == 0, own, tokens)  # the other warps have found the same
     if (lane < form.chosen) & (own < tokens):
-        at = Int64(token) * form.chosen + Int64(lane)
+        at = Int64(own) * form.chosen + Int64(lane)
         tensors.experts[at] = mine
         if mine < 0:
             weight = Float32(0.0)

@@ -72,10 +72,8 @@ def _not_turned(_true: Any, numbers: Any, _registers: Any, **_back: Any) -> Any:
     return import_module("degarble.kernels.primitives.device_words").rounded_words(numbers)
 
 
-def _without_bias(_true: Any, tensors: Any, at: Any, _expert: Any, form: Any) -> Any:
-    router = import_module("degarble.kernels.rows.simt_router")
-    number = import_module("cutlass").Float32(tensors.logits[at])
-    return router.facts.score_of(number, form.scoring, router.square_root)
+def _without_bias(_true: Any, _tensors: Any, score: Any, _expert: Any) -> Any:
+    return score
 
 
 def _not_normalised(_true: Any, score: Any, scale: Any, _epsilon: Any, _form: Any) -> Any:

@@ -396,6 +396,11 @@ def test_keys_are_in_the_order_of_torchs_sort() -> None:
     assert torch.equal(by_key, by_torch)
     assert int(routers.key_of(torch.tensor([-math.inf]))) == routers.LOWEST_KEY
     assert int(routers.key_of(numbers).min()) > routers.TAKEN
+    again = routers.number_of_key(routers.key_of(numbers))
+    assert torch.equal(again.isnan(), numbers.isnan())
+    known = ~numbers.isnan()
+    assert torch.equal(again[known], numbers[known])  # both zeros are +0
+    assert not again[numbers == 0].signbit().any()
 
 
 def by_reference(case: router_checks.RouterCase) -> tuple[torch.Tensor, torch.Tensor]:
