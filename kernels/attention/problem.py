@@ -690,6 +690,12 @@ class QueryForm:
     """Compile-time parameters of a kernel; extents come with the launch."""
 
     target: str
+    few: bool = False  # few tokens: turns are read by guesses of positions
+
+
+def choose_query_form(problem: QueryProblem, target: str) -> QueryForm:
+    """Return the form for a problem."""
+    return QueryForm(target, problem.tokens <= rows.TOKENS_GUESSED)
 
 
 def query_grid(problem: QueryProblem) -> tuple[int, int]:

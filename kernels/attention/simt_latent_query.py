@@ -10,6 +10,7 @@ letters: T tokens, H heads, P positions.
 
 from typing import Any, NamedTuple
 
+import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
@@ -20,6 +21,8 @@ from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.device_words import (
     NAN,
     SLOT_WORDS,
+    correct_turn,
+    guess_turn,
     load_turn,
     numbers_of,
     put,
@@ -30,7 +33,7 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.runtime.kernel import Kernel, Operand, Storage
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, let_follow, wait_for_front
 
 
 class QueryTensors(NamedTuple):
@@ -44,18 +47,23 @@ class QueryTensors(NamedTuple):
 
 
 @cute.kernel
-def query_kernel(tensors: QueryTensors, extents: tuple[Any, ...]) -> None:
+def query_kernel(tensors: QueryTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Copy or rotate one chunk of a row."""
-    follow()
+    let_follow()
     thread, _, _ = cute.arch.thread_idx()
     token, part, _ = cute.arch.block_idx()
     heads, of_head, positions = extents
     chunk = Int32(part) * facts.QUERY_THREADS + Int32(thread)
+    head, within = facts.place_of(chunk)
+    group = within - facts.OF_LATENT
+    rTurn, supposed = registers_of(rows.PAIRS_OF_LANE, 2), Int32(0)
+    if cutlass.const_expr(form.few):
+        asked = (Int32(token), group), (group >= 0, positions)
+        supposed = guess_turn(tensors.turns, tensors.positions, rTurn, *asked)
+    wait_for_front()
     if chunk < heads * facts.CHUNKS:
-        head, within = facts.place_of(chunk)
         row = Int64(token) * Int64(heads) + Int64(head)
         rWords = registers_of(SLOT_WORDS, 1)
-        group = within - facts.OF_LATENT
         if group < 0:
             place = row * facts.OF_LATENT + Int64(within)
             cute.autovec_copy(tensors.latent[None, place], rWords[None, 0])
@@ -63,11 +71,14 @@ def query_kernel(tensors: QueryTensors, extents: tuple[Any, ...]) -> None:
             place = row * Int64(of_head) + Int64(of_head - facts.TURNED + group)
             cute.autovec_copy(tensors.heads[None, place], rWords[None, 0])
             position = Int64(tensors.positions[token])
-            rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
-            # Stays NaN where the position is not in the table.
-            rTurn.fill(NAN)
-            if (position >= 0) & (position < Int64(positions)):
-                load_turn(tensors.turns, rTurn, (position, group))
+            if cutlass.const_expr(form.few):
+                told = (position, group), (group >= 0, positions)
+                correct_turn(tensors.turns, rTurn, *told, supposed)
+            else:
+                # Stays NaN where the position is not in the table.
+                rTurn.fill(NAN)
+                if (position >= 0) & (position < Int64(positions)):
+                    load_turn(tensors.turns, rTurn, (position, group))
             numbers = numbers_of(words_at(rWords, 0))
             put(rWords, 0, turned_words(numbers, rTurn, back=False))
         store(tensors.out, row * facts.CHUNKS + Int64(within), words_at(rWords, 0))
@@ -75,13 +86,16 @@ def query_kernel(tensors: QueryTensors, extents: tuple[Any, ...]) -> None:
 
 @cute.jit
 def launch_query(
-    pointers: tuple[cute.Pointer, ...], extents: tuple[Any, ...], stream: CUstream
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
 ) -> None:
     """Launch; extents are heads, chunks of a head, positions, tokens, parts of a token."""
     heads, of_head, positions, tokens, parts = extents
     views = zip(pointers, (SLOT_WORDS, SLOT_WORDS, rows.PAIRS_OF_LANE, 0, SLOT_WORDS), strict=True)
     tensors = QueryTensors(*(vectors(address, words) for address, words in views))
-    query_kernel(tensors, (heads, of_head, positions)).launch(
+    query_kernel(tensors, (heads, of_head, positions), form).launch(
         grid=[tokens, parts, 1], block=[facts.QUERY_THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
@@ -107,7 +121,7 @@ KERNEL = Kernel[QueryProblem, QueryForm](
             label="query rows",
         ),
     ),
-    choose_form=lambda _problem, target: QueryForm(target),
+    choose_form=facts.choose_query_form,
     kinds=((Int32,) * 5,),
     numbers=lambda of: (
         (
@@ -118,6 +132,5 @@ KERNEL = Kernel[QueryProblem, QueryForm](
         ),
     ),
     work=lambda problem: problem.tokens,
-    takes_form=False,
 )
 compile_form = KERNEL.compile_form

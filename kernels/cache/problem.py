@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 RATIOS = (4, 128)  # DeepSeek-V4 config.json, compress_ratios; 4 overlaps with the window before
 ROWS_AT_ONCE = 8  # rows of a part: a thread has all of them in flight
-CHANNELS_OF_THREAD = 2  # of a thread, so that 24 loads are in flight without many registers
+CHANNELS_OF_THREAD = 2  # so that 24 loads are in flight without many registers
+SPREAD_WARPS = 4  # of a thread block whose threads have a channel each: parts differ by them
 NARROW_CHANNELS = 32  # channels of a thread block where rows are parted
 FEW_SEQUENCES = 8  # of one token each: up to here more processors share a window's channels
 FEW_CHANNELS = {True: 64, False: 8}  # of a thread block then: a warp or two; by one part or more
@@ -112,6 +113,32 @@ class PoolForm:
     few: bool = False
 
     @property
+    def spread(self) -> bool:
+        """Return whether a thread has one channel: few windows, of several parts."""
+        return self.few and self.parts > 1
+
+    @property
+    def channels_of_thread(self) -> int:
+        """Return the channels of a thread."""
+        return 1 if self.spread else CHANNELS_OF_THREAD
+
+    def vectors(self, columns: int) -> int:
+        """Return the vectors, of a thread's channels, that so many columns are."""
+        return columns // self.channels_of_thread
+
+    def place_of(self, thread: Any) -> tuple[Any, Any]:
+        """Return a thread's part, and its chunk of the thread block's channels.
+
+        Spread, a warp has parts that are SPREAD_WARPS apart: the first sums of their fold.
+        """
+        of_block = self.vectors(self.channels)
+        part, within = thread // of_block, thread % of_block
+        if self.spread:
+            of_warp = 32 // of_block
+            part = part % of_warp * SPREAD_WARPS + part // of_warp
+        return part, within
+
+    @property
     def ring_rows(self) -> int:
         """Return the number of rows that a window pools."""
         return rows_of_ring(self.ratio)
@@ -141,7 +168,7 @@ class PoolForm:
     @property
     def threads(self) -> int:
         """Return the number of threads of a thread block."""
-        return self.parts * self.channels // CHANNELS_OF_THREAD
+        return self.parts * self.vectors(self.channels)
 
 
 def overlaps(ratio: int) -> bool:
@@ -213,10 +240,13 @@ def as_references_have_it(ring_RF: Tensor, length: int, ratio: int) -> Tensor:
 
 def peak_of(gates: Sequence[Any]) -> Any:
     """Return the largest gate; a NaN is ignored here, and makes its own power NaN."""
-    peak = gates[0]
-    for gate in gates[1:]:
-        peak = ops.maximum(peak, gate)
-    return peak
+    gates = list(gates)
+    while len(gates) > 1:
+        gates = [
+            ops.maximum(*gates[at : at + 2]) if at + 1 < len(gates) else gates[at]
+            for at in range(0, len(gates), 2)
+        ]
+    return gates[0]
 
 
 def part_sums(
@@ -234,7 +264,13 @@ def part_sums(
 
 def pooled(totals: Sequence[Any], weighted: Sequence[Any]) -> Any:
     """Return the mean of a channel from the sums of its parts, before it is rounded to BF16."""
-    return ops.divide_rn(rows.folded(weighted), rows.folded(totals))
+    weight, total = sums_of_parts(totals, weighted)
+    return ops.divide_rn(weight, total)
+
+
+def sums_of_parts(totals: Sequence[Any], weighted: Sequence[Any]) -> tuple[Any, Any]:
+    """Return what a channel's mean divides: the weighted sum, and that of the powers."""
+    return rows.folded(weighted), rows.folded(totals)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,10 +25,25 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.cache import problem as facts
-from degarble.kernels.cache.problem import CHANNELS_OF_THREAD, ROWS_AT_ONCE, PoolForm, PoolProblem
-from degarble.kernels.primitives.device_words import power, rounded_words, store, vectors
+from degarble.kernels.cache.problem import ROWS_AT_ONCE, PoolForm, PoolProblem
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.device_words import (
+    brief_quotients,
+    power,
+    rounded_words,
+    store,
+    vectors,
+)
 from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Storage
-from degarble.kernels.runtime.pdl import EARLY, follow, wait_then_let_follow
+from degarble.kernels.runtime.pdl import (
+    EARLY,
+    fetch_row,
+    guessed,
+    let_follow,
+    wait_for_front,
+    wait_then_let_follow,
+    wrong_guess,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Rows in registers: new rows of this call, carried rows of a ring.
@@ -68,13 +83,27 @@ def rows_of_sequence(tensors: PoolTensors, sequence: Any) -> SequenceRows:
     return SequenceRows(start, begin, count, ring)
 
 
-def row_registers() -> tuple[Any, Any]:
+def row_registers(form: PoolForm) -> tuple[Any, Any]:
     """Make registers for a part's latents and gates."""
-    latent, gate = (
-        cute.make_rmem_tensor(cute.make_layout((CHANNELS_OF_THREAD, ROWS_AT_ONCE)), Float32)
-        for _ in range(2)
-    )
+    layout = cute.make_layout((form.channels_of_thread, ROWS_AT_ONCE))
+    latent, gate = (cute.make_rmem_tensor(layout, Float32) for _ in range(2))
     return latent, gate
+
+
+def zero_of_lane() -> Any:
+    """Return 0, of which the compiler knows neither that nor that all lanes have the same.
+
+    Trap: what it knows to be equal in a warp moves to uniform registers, and each such move waits
+    for its load. Added to an index this keeps the loads of a position, a slot and the like apart.
+    """
+    other = cute.arch.shuffle_sync_bfly(cute.arch.lane_idx(), offset=1)
+    return Int32(ops.shift_right(Uint32(other), 5))
+
+
+def of_rows(form: PoolForm) -> tuple[int, int, int]:
+    """Return the vectors of a row, of its latents, and of an entry."""
+    row, latents, entry = map(form.vectors, (2 * form.columns, form.columns, form.width))
+    return row, latents, entry
 
 
 @cute.jit
@@ -90,9 +119,7 @@ def read_new_rows(
     """
     first, part, chunk = numbers
     rLatent, rGate = registers
-    of_row, of_gate, of_entry = (
-        n // CHANNELS_OF_THREAD for n in (2 * form.columns, form.columns, form.width)
-    )
+    of_row, of_gate, of_entry = of_rows(form)
     begin = first + part * ROWS_AT_ONCE
     if begin >= 0:  # rows lie a fixed distance apart: one address for all of them
         at = Int64(begin) * of_row + Int64(chunk)
@@ -106,39 +133,16 @@ def read_new_rows(
             own = at + row // form.ratio * of_entry
             cute.autovec_copy(tensors.projected[None, own], rLatent[None, row])
             cute.autovec_copy(tensors.projected[None, own + of_gate], rGate[None, row])
-    rBias = cute.make_rmem_tensor(cute.make_layout((CHANNELS_OF_THREAD, ROWS_AT_ONCE)), Float32)
+    rBias, _ = row_registers(form)
     at = part * ROWS_AT_ONCE % form.ratio * of_gate + chunk
     for row in cutlass.range_constexpr(ROWS_AT_ONCE):
         # With overlap a window has its own half of the columns.
         own = at + (row % form.ratio * of_gate + row // form.ratio * of_entry)
         cute.autovec_copy(tensors.ape[None, own], rBias[None, row])
     for row in cutlass.range_constexpr(ROWS_AT_ONCE):
-        for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+        for channel in cutlass.range_constexpr(form.channels_of_thread):
             biased = ops.add_rn(Float32(rGate[channel, row]), Float32(rBias[channel, row]))
             rGate[channel, row] = biased
-
-
-@cute.jit
-def read_only_new_row(
-    tensors: PoolTensors, registers: tuple[Any, Any], told: tuple[Any, Any], form: cutlass.Constexpr
-) -> None:
-    """Read the last row of a window whose others are all carried; `told` is token, chunk of E."""
-    token, chunk = told
-    rLatent, rGate = registers
-    of_row, of_gate, of_entry = (
-        n // CHANNELS_OF_THREAD for n in (2 * form.columns, form.columns, form.width)
-    )
-    rLatent.fill(0.0)
-    rGate.fill(0.0)
-    rBias = cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32)
-    row = ROWS_AT_ONCE - 1
-    column = chunk + row // form.ratio * of_entry
-    at = Int64(token) * of_row + Int64(column)
-    cute.autovec_copy(tensors.projected[None, at], rLatent[None, row])
-    cute.autovec_copy(tensors.projected[None, at + of_gate], rGate[None, row])
-    cute.autovec_copy(tensors.ape[None, (form.ratio - 1) * of_gate + column], rBias)
-    for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
-        rGate[channel, row] = ops.add_rn(Float32(rGate[channel, row]), Float32(rBias[channel]))
 
 
 def ring_at(place: SequenceRows, rings: Any, form: PoolForm) -> tuple[Any, Any]:
@@ -147,29 +151,34 @@ def ring_at(place: SequenceRows, rings: Any, form: PoolForm) -> tuple[Any, Any]:
     return carries, Int64(ops.select(carries, place.ring, Int32(0))) * form.ring_rows
 
 
-@cute.jit
-def read_old_rows(
-    tensors: PoolTensors,
-    carried: tuple[Any, Any],
-    told: tuple[Any, Any, Any, Any],
-    form: cutlass.Constexpr,
-) -> None:
-    """Read a part's rows of the ring; `told`: first position, part, chunk of E, the ring's row."""
+def vectors_of_old_rows(told: tuple[Any, Any, Any, Any], form: PoolForm) -> list[tuple[Any, Any]]:
+    """Return where the latents and gates of a part's carried rows are, vectors of rings.
+
+    `told` are the window's first position, the part, the chunk of E, and the ring's first row.
+    """
     first, part, chunk, ring = told
-    rOld, rOldGate = carried
-    of_row, of_gate, of_entry = (
-        n // CHANNELS_OF_THREAD for n in (2 * form.columns, form.columns, form.width)
-    )
-    together = facts.rows_in_turn(form.ratio, form.ring_rows)
-    for turn in cutlass.range_constexpr(ROWS_AT_ONCE // together):
+    of_row, of_gate, of_entry = of_rows(form)
+    together, found = facts.rows_in_turn(form.ratio, form.ring_rows), []
+    for turn in range(ROWS_AT_ONCE // together):
         position = ops.maximum(first + (part * ROWS_AT_ONCE + turn * together), Int32(0))
         held = Int32(Uint32(position) % form.ring_rows)
         begin = ring * of_row + Int64(held * of_row + chunk)
-        for step in cutlass.range_constexpr(together):
+        for step in range(together):
             row = turn * together + step
             at = begin + (step * of_row + row // form.ratio * of_entry)
-            cute.autovec_copy(tensors.rings[None, at], rOld[None, row])
-            cute.autovec_copy(tensors.rings[None, at + of_gate], rOldGate[None, row])
+            found.append((at, at + of_gate))
+    return found
+
+
+def read_old_rows(
+    tensors: PoolTensors, carried: tuple[Any, Any], vectors_at: list[tuple[Any, Any]]
+) -> None:
+    """Read a part's carried rows, which are where vectors_of_old_rows says."""
+    rOld, rOldGate = carried
+    for row, (_, at) in enumerate(vectors_at):  # gates first: what follows needs them first
+        cute.autovec_copy(tensors.rings[None, at], rOldGate[None, row])
+    for row, (at, _) in enumerate(vectors_at):
+        cute.autovec_copy(tensors.rings[None, at], rOld[None, row])
 
 
 @cute.jit
@@ -197,20 +206,53 @@ def choose_rows(
         before = ops.select(is_there, Float32(0.0), -Float32.inf)
         for row in cutlass.range_constexpr(turn * together, (turn + 1) * together):
             is_new = begin + (row - turn * together) >= place.start
-            for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+            for channel in cutlass.range_constexpr(form.channels_of_thread):
                 latent = ops.select(is_old, Float32(rOld[channel, row]), lost)
                 gate = ops.select(is_old, Float32(rOldGate[channel, row]), before)
-                # Of a sequence's only token no row but a part's last one can be new.
-                if cutlass.const_expr(not form.alone or row == ROWS_AT_ONCE - 1):
-                    latent = ops.select(is_new, Float32(rLatent[channel, row]), latent)
-                    gate = ops.select(is_new, Float32(rGate[channel, row]), gate)
+                latent = ops.select(is_new, Float32(rLatent[channel, row]), latent)
+                gate = ops.select(is_new, Float32(rGate[channel, row]), gate)
                 rLatent[channel, row] = latent
                 rGate[channel, row] = gate
 
 
-def kept_registers() -> tuple[Any, Any, Any]:
+@cute.jit
+def correct_rows(
+    carried: tuple[Any, Any],
+    kept: tuple[Any, Any, Any],
+    place: SequenceRows,
+    numbers: tuple[Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Correct carried rows of a sequence's only token; `numbers`: first, part, carries.
+
+    Its own row, a part's last, is new. Seldom does a row come before the sequence's start, or is
+    there no ring.
+    """
+    first, part, carries = numbers
+    rOld, rOldGate = carried
+    together = facts.rows_in_turn(form.ratio, form.ring_rows)
+    for turn in cutlass.range_constexpr(ROWS_AT_ONCE // together):
+        begin = first + (part * ROWS_AT_ONCE + turn * together)
+        is_there = begin >= 0
+        if (begin < 0) | (carries == False):  # noqa: E712  traced
+            lost = ops.select(is_there, Float32.nan, Float32(0.0))  # a ring that there is not
+            # A gate of -inf: rows before the sequence's start have no weight.
+            before = ops.select(is_there, Float32(0.0), -Float32.inf)
+            for row in cutlass.range_constexpr(turn * together, (turn + 1) * together):
+                for channel in cutlass.range_constexpr(form.channels_of_thread):
+                    rOld[channel, row] = lost
+                    rOldGate[channel, row] = before
+    row = ROWS_AT_ONCE - 1
+    is_new = first + (part * ROWS_AT_ONCE + row) >= place.start
+    for channel in cutlass.range_constexpr(form.channels_of_thread):
+        old, gate = Float32(rOld[channel, row]), Float32(rOldGate[channel, row])
+        rOld[channel, row] = ops.select(is_new, Float32(kept[0][channel]), old)
+        rOldGate[channel, row] = ops.select(is_new, Float32(kept[1][channel]), gate)
+
+
+def kept_registers(form: PoolForm) -> tuple[Any, Any, Any]:
     """Make registers for a few columns of a token: latents, gates, bias."""
-    latent, gate, bias = (cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32) for _ in range(3))
+    latent, gate, bias = (cute.make_rmem_tensor(form.channels_of_thread, Float32) for _ in range(3))
     return latent, gate, bias
 
 
@@ -230,7 +272,7 @@ def read_kept(
     """Read a few columns of a token and their bias; `numbers` is token, column. Nothing waits."""
     token, column = numbers
     rLatent, rGate, rBias = kept
-    of_row, of_gate = 2 * form.columns // CHANNELS_OF_THREAD, form.columns // CHANNELS_OF_THREAD
+    of_row, of_gate, _ = of_rows(form)
     position = place.start + (token - place.begin)
     at = Int64(token) * of_row + Int64(column)
     cute.autovec_copy(tensors.projected[None, at], rLatent)
@@ -249,9 +291,9 @@ def write_kept(
     """Write what read_kept read into the token's ring, the gates with their bias."""
     token, column = numbers
     rLatent, rGate, rBias = kept
-    for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+    for channel in cutlass.range_constexpr(form.channels_of_thread):
         rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
-    of_row, of_gate = 2 * form.columns // CHANNELS_OF_THREAD, form.columns // CHANNELS_OF_THREAD
+    of_row, of_gate, _ = of_rows(form)
     position = place.start + (token - place.begin)
     held = place.ring * form.ring_rows + position % form.ring_rows
     at = Int64(held) * of_row + Int64(column)
@@ -279,7 +321,7 @@ def pool_window(
     """Pool a thread's channels; `numbers` is window, part, chunk of E and of the block."""
     window, part, chunk, within = numbers
     latents, gates = (
-        [[Float32(of[c, row]) for row in range(ROWS_AT_ONCE)] for c in range(CHANNELS_OF_THREAD)]
+        [[Float32(of[c, row]) for row in range(ROWS_AT_ONCE)] for c in range(of.shape[0])]
         for of in registers
     )
     peaks = [facts.peak_of(of_channel) for of_channel in gates]
@@ -297,38 +339,89 @@ def pool_window(
         put_own(shared[2], within, part, [made for _, made in sums])
         cute.arch.sync_threads()
     if part == 0:
-        at = Int64(window) * (form.width // CHANNELS_OF_THREAD) + Int64(chunk)
-        store(tensors.values, at, rounded_words(means_of(sums, shared[1:], within, form)))
+        at = Int64(window) * form.vectors(form.width) + Int64(chunk)
+        means = brief_quotients(pairs_of(sums, shared[1:], within, form))
+        store(tensors.values, at, rounded_words([Float32(means[c]) for c in range(len(sums))]))
 
 
-def means_of(
+def pairs_of(
     sums: list[tuple[Any, Any]], shared: tuple[Any, ...], within: Any, form: PoolForm
-) -> list[Any]:
-    """Return the means of a thread's channels, from its own sums or those of all parts."""
+) -> list[tuple[Any, Any]]:
+    """Return what the means of a thread's channels divide, its own sums or those of all parts."""
     totals, weighted = [[total] for total, _ in sums], [[made] for _, made in sums]
     if form.parts > 1:
         totals, weighted = (of_parts(tensor, within, form) for tensor in shared)
         totals, weighted = (
             [list(each) for each in zip(*of, strict=True)] for of in (totals, weighted)
         )
-    return [facts.pooled(t, w) for t, w in zip(totals, weighted, strict=True)]
+    return [facts.sums_of_parts(t, w) for t, w in zip(totals, weighted, strict=True)]
 
 
 def put_own(shared: Any, within: Any, part: Any, numbers: list[Any]) -> None:
     """Write a part's numbers of its channels to shared memory."""
     for channel, number in enumerate(numbers):
-        shared[within * CHANNELS_OF_THREAD + channel, part] = number
+        shared[within * len(numbers) + channel, part] = number
 
 
 def of_parts(shared: Any, within: Any, form: PoolForm) -> list[list[Any]]:
     """Return the numbers of all parts, channel by channel."""
     return [
         [
-            Float32(shared[within * CHANNELS_OF_THREAD + channel, part])
-            for channel in range(CHANNELS_OF_THREAD)
+            Float32(shared[within * form.channels_of_thread + channel, part])
+            for channel in range(form.channels_of_thread)
         ]
         for part in range(form.parts)
     ]
+
+
+@cute.jit
+def pool_spread(
+    tensors: PoolTensors,
+    registers: tuple[Any, Any],
+    shared: tuple[Any, Any, Any],
+    numbers: tuple[Any, Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Pool a thread's channel; `numbers` as above. The last parts meet in shared memory."""
+    window, part, chunk, within = numbers
+    latents, gates = ([Float32(of[0, row]) for row in range(ROWS_AT_ONCE)] for of in registers)
+    warp, first = part % facts.SPREAD_WARPS, part < facts.SPREAD_WARPS
+    peak = over_warp(facts.peak_of(gates), ops.maximum, form)
+    if first:
+        shared[0][warp, within] = peak
+    cute.arch.sync_threads()
+    peak = facts.peak_of(of_warps(shared[0], within))
+    total, weighted = facts.part_sums(gates, latents, peak, power)
+    total, weighted = (over_warp(each, ops.add_rn, form) for each in (total, weighted))
+    if first:
+        shared[1][warp, within] = total
+        shared[2][warp, within] = weighted
+    cute.arch.sync_threads()
+    if (part == 0) & (within < form.channels // 2):
+        pairs = [
+            facts.sums_of_parts(of_warps(shared[1], channel), of_warps(shared[2], channel))
+            for channel in (2 * within, 2 * within + 1)
+        ]
+        means = brief_quotients(pairs)
+        at = Int64(window) * (form.width // 2) + Int64((chunk - within) // 2 + within)
+        store(tensors.values, at, rounded_words([Float32(means[channel]) for channel in (0, 1)]))
+
+
+def over_warp(number: Any, of_both: Any, form: PoolForm) -> Any:
+    """Fold a warp's parts, which are lanes of the same channel: the first steps of their order."""
+    distance = rows.LANES // 2
+    while distance >= form.channels:
+        other = cute.arch.shuffle_sync_bfly(number, offset=distance)
+        number = of_both(number, other)
+        distance //= 2
+    return number
+
+
+def of_warps(shared: Any, channel: Any) -> list[Any]:
+    """Return the numbers of a channel that the warps have left."""
+    read = cute.make_rmem_tensor(facts.SPREAD_WARPS, Float32)
+    cute.autovec_copy(shared[None, channel], read)
+    return [Float32(read[warp]) for warp in range(facts.SPREAD_WARPS)]
 
 
 @cute.jit
@@ -371,6 +464,8 @@ def shared_of(form: PoolForm) -> tuple[Any, Any, Any]:
         return None, None, None
     memory = cutlass.memory.SmemAllocator()
     layout = cute.make_layout((form.channels, form.parts))
+    if form.spread:
+        layout = cute.make_layout((facts.SPREAD_WARPS, form.channels))
     peaks, totals, weighted = (memory.allocate_tensor(Float32, layout, 16) for _ in range(3))
     return peaks, totals, weighted
 
@@ -386,13 +481,12 @@ def pool_new_rows(
     """Pool a window, if it closes; `numbers` is window, group, thread."""
     window, group, thread = numbers
     tokens, sequences, rings, entries, columns = extents
-    of_block = form.channels // CHANNELS_OF_THREAD
-    part, within = thread // of_block, thread % of_block
-    chunk = group * of_block + within
+    part, within = form.place_of(thread)
+    chunk = group * form.vectors(form.channels) + within
     token, sequence = Int32(tensors.closing[window]), Int32(tensors.owners[window])
     known = (token >= 0) & (token < tokens) & (sequence >= 0) & (sequence < sequences)
     if known:
-        registers, back = row_registers(), form.ring_rows - 1
+        registers, back = row_registers(form), form.ring_rows - 1
         read_new_rows(tensors, registers, (token - back, part, chunk), form)
         place = rows_of_sequence(tensors, sequence)
         last = place.start + (token - place.begin)
@@ -400,8 +494,9 @@ def pool_new_rows(
         if closes:
             if last - back < place.start:
                 carries, ring = ring_at(place, rings, form)
-                carried = row_registers()
-                read_old_rows(tensors, carried, (last - back, part, chunk, ring), form)
+                carried = row_registers(form)
+                told = (last - back, part, chunk, ring)
+                read_old_rows(tensors, carried, vectors_of_old_rows(told, form))
                 choose_rows(registers, carried, place, (last - back, part, carries), form)
             pool_window(tensors, registers, shared, (window, part, chunk, within), form)
         if (group == 0) & (thread == 0):
@@ -412,7 +507,7 @@ def pool_new_rows(
 
 
 @cute.jit
-def pool_alone(
+def pool_alone(  # noqa: PLR0915  in the order in which it waits
     tensors: PoolTensors,
     shared: Any,
     extents: Any,
@@ -421,42 +516,107 @@ def pool_alone(
 ) -> None:
     """Pool the window of a sequence's only token, if it closes, and keep that token.
 
-    All loads are issued before any is used; ring, page and bias need only the start.
+    Start and ring are guessed before the launch in front has ended, so that one wait is for all
+    loads.
     """
     window, group, thread = numbers
     _, _, rings, entries, columns = extents
-    of_block = form.channels // CHANNELS_OF_THREAD
-    part, within = thread // of_block, thread % of_block
-    chunk = group * of_block + within
-    start, ring_of = Int32(tensors.starts[window]), Int32(tensors.ring_of[window])
-    place = SequenceRows(start, window, Int32(1), ring_of)
-    registers, carried = row_registers(), row_registers()
-    read_only_new_row(tensors, registers, (window, chunk), form)
-    carries, ring = ring_at(place, rings, form)
+    part, within = form.place_of(thread)
+    chunk = group * form.vectors(form.channels) + within
+    tells, carried = (group == 0) & (thread == form.threads - 1), row_registers(form)
+    kept = [kept_registers(form) for _ in range(form.columns // form.width)]
+
+    supposed, ring_of = guessed(tensors.starts, window), guessed(tensors.ring_of, window)
+    guess = SequenceRows(ops.maximum(supposed, Int32(0)), window, Int32(1), ring_of)
+    window += zero_of_lane()
+    _, ring = ring_at(guess, rings, form)
+    would_close = (guess.start + 1) % form.ratio == 0
+    reading = (guess.start - (form.ring_rows - 1), part, chunk, ring)
+    if cutlass.const_expr(form.few):
+        # Where no window closes all parts read the same rows, and no load waits for a branch.
+        reading = (*(ops.select(would_close, each, Int32(0)) for each in reading[:2]), chunk, ring)
+        would_close = cutlass.Boolean(True)
+    read_biases(tensors, kept, (guess.start, chunk), form)  # a weight
+    listed = listed_page(guess.start, (window, entries, columns), form)
+    vectors_at = vectors_of_old_rows(reading, form)
+    if cutlass.const_expr(form.few):
+        for at, of_gate_at in vectors_at:
+            fetch_row(tensors.rings, at)
+            fetch_row(tensors.rings, of_gate_at)
+    wait_for_front()
+
+    if would_close:
+        read_old_rows(tensors, carried, vectors_at)
+    read_token(tensors, kept, (window, chunk), form)
+    cute.arch.sync_warp()  # no load from above is moved behind what waits for one from below
+    rPage = cute.make_rmem_tensor(1, Int32)
+    rPage[0] = Int32(facts.NO_PLACE)
+    if columns > 0:
+        rPage[0] = Int32(tensors.table[listed])
+    start, true_ring = Int32(tensors.starts[window]), Int32(tensors.ring_of[window])
+    cute.arch.sync_warp()
+    place = SequenceRows(start, window, Int32(1), true_ring)
     first, closes = start - (form.ring_rows - 1), (start + 1) % form.ratio == 0
+    carries, ring = ring_at(place, rings, form)
+    later = wrong_guess(start, supposed)
+    if later:
+        read_biases(tensors, kept, (ops.maximum(start, Int32(0)), chunk), form)
+        if columns > 0:
+            rPage[0] = Int32(tensors.table[listed_page(start, (window, entries, columns), form)])
+    if closes & (later | wrong_guess(true_ring, ring_of)):
+        told = (first, part, chunk, ring)
+        read_old_rows(tensors, carried, vectors_of_old_rows(told, form))
+    add_biases(kept, form)
     if closes:
-        read_old_rows(tensors, carried, (first, part, chunk, ring), form)
-    keeping = (part == 0) & keeps(place, rings)
-    kept = [kept_registers() for _ in range(form.columns // form.width)]
-    if keeping:
-        for half in cutlass.range_constexpr(form.columns // form.width):
-            column = chunk + half * (form.width // CHANNELS_OF_THREAD)
-            read_kept(tensors, kept[half], place, (window, column), form)
-    # Its two divisions and the page are waited for while the rows come, by a thread without a mean.
-    tells = (group == 0) & (thread == form.threads - 1)
-    asked = (Int32(facts.NO_PLACE), Int32(0))
-    if tells:
-        asked = ask_for_page(tensors, (window, start, closes, entries, columns), form)
-    if closes:
-        choose_rows(registers, carried, place, (first, part, carries), form)
-    told = (window, start, closes, entries)
+        correct_rows(carried, kept[-1], place, (first, part, carries), form)
     # Trap: beside the sums of several parts their registers would be spilled.
+    keeping, told = (part == 0) & carries, (tells, start, closes, Int32(rPage[0]))
     if cutlass.const_expr(form.parts > 1):
-        keep_and_tell(tensors, (keeping, kept, place, chunk), (tells, told, asked), form)
+        keep_and_tell(tensors, (keeping, kept, place, chunk), told, (entries, columns), form)
     if closes:
-        pool_window(tensors, registers, shared, (window, part, chunk, within), form)
+        if cutlass.const_expr(form.spread):
+            pool_spread(tensors, carried, shared, (window, part, chunk, within), form)
+        else:
+            pool_window(tensors, carried, shared, (window, part, chunk, within), form)
     if cutlass.const_expr(form.parts == 1):
-        keep_and_tell(tensors, (keeping, kept, place, chunk), (tells, told, asked), form)
+        keep_and_tell(tensors, (keeping, kept, place, chunk), told, (entries, columns), form)
+
+
+def listed_page(start: Any, numbers: tuple[Any, Any, Any], form: PoolForm) -> Any:
+    """Return where a window's page is listed, or any place; `numbers`: window, entries, columns."""
+    window, entries, columns = numbers
+    column = Int32(Uint32(ops.maximum(start, Int32(0))) // form.ratio) // entries
+    return window * columns + ops.select(column < columns, column, Int32(0))
+
+
+def read_biases(
+    tensors: PoolTensors, kept: list[Any], numbers: tuple[Any, Any], form: PoolForm
+) -> None:
+    """Read the bias of a token's gates; `numbers`: its position, not negative, and the chunk."""
+    position, chunk = numbers
+    _, of_gate, of_entry = of_rows(form)
+    for half, (_, _, rBias) in enumerate(kept):
+        at = position % form.ratio * of_gate + chunk + half * of_entry
+        cute.autovec_copy(tensors.ape[None, at], rBias)
+
+
+def read_token(
+    tensors: PoolTensors, kept: list[Any], numbers: tuple[Any, Any], form: PoolForm
+) -> None:
+    """Read a thread's columns of a token's row; `numbers`: token, chunk."""
+    token, chunk = numbers
+    of_row, of_gate, of_entry = of_rows(form)
+    for half, (rLatent, rGate, _) in enumerate(kept):
+        at = Int64(token) * of_row + Int64(chunk + half * of_entry)
+        cute.autovec_copy(tensors.projected[None, at], rLatent)
+        cute.autovec_copy(tensors.projected[None, at + of_gate], rGate)
+
+
+def add_biases(kept: list[Any], form: PoolForm) -> None:
+    """Add to gates what read_biases read."""
+    for _, rGate, rBias in kept:
+        for channel in range(form.channels_of_thread):
+            rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
 
 
 @cute.jit
@@ -464,17 +624,25 @@ def keep_and_tell(
     tensors: PoolTensors,
     keeping: tuple[Any, ...],
     telling: tuple[Any, ...],
+    numbers: tuple[Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Write what pool_alone read and asked for: columns of the token's row, and the slot."""
+    """Write columns of the token's row, and position and slot; `numbers`: entries, columns."""
     keeps_row, kept, place, chunk = keeping
-    tells, told, asked = telling
+    tells, start, closes, page = telling
+    of_row, of_gate, of_entry = of_rows(form)
     if keeps_row:
+        held = place.ring * form.ring_rows + place.start % form.ring_rows
         for half in cutlass.range_constexpr(form.columns // form.width):
-            column = chunk + half * (form.width // CHANNELS_OF_THREAD)
-            write_kept(tensors, kept[half], place, (place.begin, column), form)
+            at = Int64(held) * of_row + Int64(chunk + half * of_entry)
+            cute.autovec_copy(kept[half][0], tensors.rings[None, at])
+            cute.autovec_copy(kept[half][1], tensors.rings[None, at + of_gate])
     if tells:
-        put_slot(tensors, told, asked, form)
+        entries, columns = numbers
+        entry = start // form.ratio
+        listed = closes & (entry // entries < columns)
+        found = ops.select(listed, page, Int32(facts.NO_PLACE))
+        put_slot(tensors, (place.begin, start, closes, entries), (found, entry % entries), form)
 
 
 @cute.kernel
@@ -489,7 +657,7 @@ def pool_kernel(tensors: PoolTensors, extents: tuple[Any, ...], form: cutlass.Co
     numbers = (block // form.groups, block % form.groups, Int32(thread))
     shared = shared_of(form)
     if cutlass.const_expr(form.alone):
-        follow()
+        let_follow()
         pool_alone(tensors, shared, extents, numbers, form)
     else:
         # keep_kernel reads, before it waits, what launches before this one made.
@@ -505,13 +673,9 @@ def keep_kernel(tensors: PoolTensors, rings: Any, form: cutlass.Constexpr) -> No
     row, column = Int32(row), Int32(group) * KEEPING_THREADS + Int32(thread)
     place = rows_of_sequence(tensors, Int32(sequence))
     position = facts.newest_in_row(place.start + place.count - 1, row, form.ring_rows)
-    wanted = (
-        (place.count > 0)
-        & (position >= place.start)
-        & (column < form.columns // CHANNELS_OF_THREAD)
-    )
+    wanted = (place.count > 0) & (position >= place.start) & (column < form.vectors(form.columns))
     wanted = wanted & keeps(place, rings)
-    numbers, kept = (place.begin + (position - place.start), column), kept_registers()
+    numbers, kept = (place.begin + (position - place.start), column), kept_registers(form)
     if wanted:
         read_kept(tensors, kept, place, numbers, form)
     # The loads above overlap the pool kernel's end; the stores may not.
@@ -528,7 +692,7 @@ def launch_pool(
     stream: CUstream,
 ) -> None:
     """Launch; extents are tokens, sequences, rings, entries of a page, columns, windows."""
-    sizes = (*[CHANNELS_OF_THREAD] * 3, *[0] * 6, CHANNELS_OF_THREAD // 2, 0, 0)
+    sizes = (*[form.channels_of_thread] * 3, *[0] * 6, 1, 0, 0)
     views = zip(pointers, sizes, strict=True)
     tensors = PoolTensors(*(vectors(address, words) for address, words in views))
     tokens, sequences, rings, entries, columns, windows = extents
@@ -536,6 +700,7 @@ def launch_pool(
         pool_kernel(tensors, (tokens, sequences, rings, entries, columns), form).launch(
             grid=[windows * form.groups, 1, 1],
             block=[form.threads, 1, 1],
+            min_blocks_per_mp=int(form.few),  # fewer registers would reuse those of loads
             use_pdl=EARLY,
             stream=stream,
         )
@@ -544,7 +709,7 @@ def launch_pool(
             grid=[
                 form.ring_rows,
                 sequences,
-                -(-form.columns // CHANNELS_OF_THREAD // KEEPING_THREADS),
+                -(-form.vectors(form.columns) // KEEPING_THREADS),
             ],
             block=[KEEPING_THREADS, 1, 1],
             use_pdl=windows > 0,  # else it would not be the windows that it follows

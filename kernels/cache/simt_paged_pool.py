@@ -25,18 +25,32 @@ from torch import Tensor
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache.problem import (
-    CHANNELS_OF_THREAD,
     NO_PLACE,
     ROWS_AT_ONCE,
     PagedForm,
     PagedPoolProblem,
 )
-from degarble.kernels.cache.simt_compressor import pool_window, row_registers, shared_of
+from degarble.kernels.cache.simt_compressor import (
+    of_rows,
+    pool_spread,
+    pool_window,
+    row_registers,
+    shared_of,
+    zero_of_lane,
+)
 from degarble.kernels.primitives.device_words import vectors
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Operands, Storage
 from degarble.kernels.runtime.operands import require_tensor
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import (
+    EARLY,
+    fetch_row,
+    follow,
+    guessed,
+    let_follow,
+    wait_for_front,
+    wrong_guess,
+)
 
 FOUR = facts.VECTOR_BYTES // 4  # columns of a load where rows are kept
 
@@ -62,7 +76,7 @@ class PagedTensors(NamedTuple):
 
 def tensors_of(pointers: tuple[Any, ...], floats: int) -> PagedTensors:
     """View the pointers; bounds are checked by token, slot and page, not by these layouts."""
-    shapes = (floats, floats, 0, 0, 0, 0, 0, floats, CHANNELS_OF_THREAD // 2, 0, 0)
+    shapes = (floats, floats, 0, 0, 0, 0, 0, floats, 1, 0, 0)
     return PagedTensors(*(vectors(at, words) for at, words in zip(pointers, shapes, strict=True)))
 
 
@@ -92,6 +106,41 @@ def keep_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass.C
             cute.autovec_copy(rGate, tensors.states[None, place + (of_gate + more)])
 
 
+class RowPlaces(NamedTuple):
+    """Where a part's rows of a window are listed: rows in turn are in one page."""
+
+    begin: Any  # position of the first
+    inside: list[Any]  # whether the table has the page of rows in turn
+    listed: list[Any]  # which number of the table is their page
+    rows: list[Any]  # which row of its page the first one is
+
+
+def in_turn(form: PagedForm) -> int:
+    """Return how many rows of a closing window lie one after the other in a page."""
+    return facts.rows_in_turn(form.pool.ratio, form.rows)
+
+
+def row_places(numbers: tuple[Any, ...], columns: Any, form: PagedForm) -> RowPlaces:
+    """Say where the pages of a part's rows are listed; `numbers`: first position, part, sequence.
+
+    Where the window does not close, the first position is any, and what is listed is not used.
+    """
+    first, part, sequence = numbers
+    begin, inside, listed, rows = first + part * ROWS_AT_ONCE, [], [], []
+    for row in range(0, ROWS_AT_ONCE, in_turn(form)):
+        position = Uint32(ops.maximum(begin + row, Int32(0)))  # unsigned: divided by a shift
+        column = Int32(position // form.rows)
+        inside.append(column < columns)
+        listed.append(Int64(sequence) * columns + Int64(ops.select(inside[-1], column, Int32(0))))
+        rows.append(Int32(position % form.rows))
+    return RowPlaces(begin, inside, listed, rows)
+
+
+def is_page(page: Any, pages: Any) -> Any:
+    """Return whether there is such a page."""
+    return (page >= 0) & (page < pages)
+
+
 class ListedRows(NamedTuple):
     """Where a part's rows of a window lie: rows in turn are in one page."""
 
@@ -101,89 +150,140 @@ class ListedRows(NamedTuple):
     rows: list[Any]  # which row of its page the first one is
 
 
-def in_turn(form: PagedForm) -> int:
-    """Return how many rows of a closing window lie one after the other in a page."""
-    return facts.rows_in_turn(form.pool.ratio, form.rows)
+def rows_listed(places: RowPlaces, listed: list[Any], pages: Any) -> ListedRows:
+    """Say where rows lie; `listed` are the pages that a table has at their places."""
+    pairs = zip(places.inside, listed, strict=True)
+    found = [inside & is_page(page, pages) for inside, page in pairs]
+    known = [ops.select(there, page, Int32(0)) for there, page in zip(found, listed, strict=True)]
+    return ListedRows(places.begin, found, known, places.rows)
 
 
 def listed_rows(
     tensors: PagedTensors, numbers: tuple[Any, ...], extents: tuple[Any, ...], form: PagedForm
 ) -> ListedRows:
-    """Look up the pages of a part's rows; `numbers`: first position, part, sequence.
-
-    Where the window does not close, the first position is any, and what is listed is not used.
-    """
-    first, part, sequence = numbers
+    """Look up the pages of a part's rows, as row_places says."""
     pages, columns, _ = extents
-    begin, found, listed, rows = first + part * ROWS_AT_ONCE, [], [], []
-    for row in range(0, ROWS_AT_ONCE, in_turn(form)):
-        position = Uint32(ops.maximum(begin + row, Int32(0)))  # unsigned: divided by a shift
-        column = Int32(position // form.rows)
-        inside = column < columns
-        at = Int64(sequence) * columns + Int64(ops.select(inside, column, Int32(0)))
-        page = Int32(tensors.table[at])
-        there = inside & (page >= 0) & (page < pages)
-        found.append(there)
-        listed.append(ops.select(there, page, Int32(0)))
-        rows.append(Int32(position % form.rows))
-    return ListedRows(begin, found, listed, rows)
+    places = row_places(numbers, columns, form)
+    return rows_listed(places, [Int32(tensors.table[at]) for at in places.listed], pages)
 
 
-def read_rows(
-    tensors: PagedTensors,
-    registers: tuple[Any, Any],
-    listed: ListedRows,
-    numbers: tuple[Any, Any],
-    form: PagedForm,
-) -> None:
-    """Read a part's rows of a window; `numbers`: chunk of E, vectors of a page."""
+def vectors_of_rows(
+    listed: ListedRows, numbers: tuple[Any, Any], form: PagedForm
+) -> list[tuple[Any, Any]]:
+    """Return where the latents and gates of a part's rows are, vectors of states.
+
+    `numbers` are the chunk of E, and the vectors of a page.
+    """
     chunk, of_page = numbers
-    rLatent, rGate = registers
-    of_row, of_gate, of_entry = (
-        n // CHANNELS_OF_THREAD for n in (2 * form.pool.columns, form.pool.columns, form.pool.width)
-    )
-    together = in_turn(form)
+    of_row, of_gate, of_entry = of_rows(form.pool)
+    together, found = in_turn(form), []
     for turn, (page, begin) in enumerate(zip(listed.pages, listed.rows, strict=True)):
         first = Int64(page) * of_page + Int64(begin * of_row + chunk)
         for step in range(together):
             row = turn * together + step
             at = first + (step * of_row + row // form.pool.ratio * of_entry)
-            cute.autovec_copy(tensors.states[None, at], rLatent[None, row])
-            cute.autovec_copy(tensors.states[None, at + of_gate], rGate[None, row])
+            found.append((at, at + of_gate))
+    return found
 
 
-def choose_rows(registers: tuple[Any, Any], listed: ListedRows, form: PagedForm) -> None:
-    """Give rows before the sequence's start no weight, and make those of a missing page NaN."""
+def read_rows(
+    tensors: PagedTensors, registers: tuple[Any, Any], vectors_at: list[tuple[Any, Any]]
+) -> None:
+    """Read a part's rows of a window, which are where vectors_of_rows says."""
     rLatent, rGate = registers
+    for row, (_, at) in enumerate(vectors_at):  # gates first: what follows needs them first
+        cute.autovec_copy(tensors.states[None, at], rGate[None, row])
+    for row, (at, _) in enumerate(vectors_at):
+        cute.autovec_copy(tensors.states[None, at], rLatent[None, row])
+
+
+class PlacedRows(NamedTuple):
+    """What corrects a part's rows, one number for rows in turn each; all in registers."""
+
+    there: Any  # 1 where the sequence has begun, else 0
+    found: Any  # 1 where their page is there as well
+    slots: Any  # int64, the slot of their first row
+
+
+def placed(listed: ListedRows, form: PagedForm) -> PlacedRows:
+    """Make registers of what corrects a part's rows, and fill them."""
+    turns = ROWS_AT_ONCE // in_turn(form)
+    there, found = (cute.make_rmem_tensor(turns, Int32) for _ in range(2))
+    places = PlacedRows(there, found, cute.make_rmem_tensor(turns, Int64))
+    place_again(places, listed, form)
+    return places
+
+
+def place_again(places: PlacedRows, listed: ListedRows, form: PagedForm) -> None:
+    """Fill registers with what corrects a part's rows."""
     together = in_turn(form)
     for turn, found in enumerate(listed.found):
         is_there = listed.begin + turn * together >= 0
-        known = is_there & found
-        # A row that should exist but has no page is NaN; one before the start is no row.
-        lost = ops.select(is_there, Float32.nan, Float32(0.0))
-        before = ops.select(is_there, Float32(0.0), -Float32.inf)
-        for row in range(turn * together, (turn + 1) * together):
-            for channel in range(CHANNELS_OF_THREAD):
-                rLatent[channel, row] = ops.select(known, Float32(rLatent[channel, row]), lost)
-                rGate[channel, row] = ops.select(known, Float32(rGate[channel, row]), before)
+        first = Int64(listed.pages[turn]) * form.rows + Int64(listed.rows[turn])
+        places.there[turn] = Int32(is_there)
+        places.found[turn] = Int32(found)
+        places.slots[turn] = first
 
 
-def choose_kept(
-    registers: tuple[Any, Any], listed: ListedRows, slot: Any, kept: list[Any], form: PagedForm
-) -> None:
-    """Take the rows of the slot that this launch fills from what it stores there."""
+@cute.jit
+def correct_rows(registers: tuple[Any, Any], places: PlacedRows, form: cutlass.Constexpr) -> None:
+    """Give rows before the sequence's start no weight, and make those of a missing page NaN."""
     rLatent, rGate = registers
     together = in_turn(form)
-    places = zip(listed.found, listed.pages, listed.rows, strict=True)
-    for turn, (found, page, begin) in enumerate(places):
-        behind = slot - (Int64(page) * form.rows + Int64(begin))
-        for step in range(together):
-            row, own = turn * together + step, found & (behind == step)
-            latents, gates = kept[row // form.pool.ratio]
-            for channel in range(CHANNELS_OF_THREAD):
-                latent, gate = Float32(rLatent[channel, row]), Float32(rGate[channel, row])
-                rLatent[channel, row] = ops.select(own, Float32(latents[channel]), latent)
-                rGate[channel, row] = ops.select(own, Float32(gates[channel]), gate)
+    for turn in cutlass.range_constexpr(ROWS_AT_ONCE // together):
+        is_there = Int32(places.there[turn])
+        if is_there * Int32(places.found[turn]) == 0:  # seldom
+            # A row that should exist but has no page is NaN; one before the start is no row.
+            lost = ops.select(is_there == 1, Float32.nan, Float32(0.0))
+            before = ops.select(is_there == 1, Float32(0.0), -Float32.inf)
+            for row in cutlass.range_constexpr(turn * together, (turn + 1) * together):
+                for channel in cutlass.range_constexpr(form.pool.channels_of_thread):
+                    rLatent[channel, row] = lost
+                    rGate[channel, row] = before
+
+
+@cute.jit
+def take_kept(
+    registers: tuple[Any, Any],
+    places: PlacedRows,
+    slot: Any,
+    kept: list[Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take the rows of the slot that this launch fills from what it stores there.
+
+    It is a thread's last row, or none, but where slots and pages contradict each other.
+    """
+    together = in_turn(form)
+    for turn in cutlass.range_constexpr(ROWS_AT_ONCE // together):
+        behind = slot - Int64(places.slots[turn])
+        if (Int32(places.found[turn]) == 1) & (behind >= 0) & (behind < together):
+            for step in cutlass.range_constexpr(together):
+                take_row(registers, turn * together + step, behind == step, kept, form)
+
+
+def take_row(
+    registers: tuple[Any, Any], row: int, own: Any, kept: list[Any], form: PagedForm
+) -> None:
+    """Replace a row where it is the token's own."""
+    rLatent, rGate = registers
+    latents, gates = kept[row // form.pool.ratio]
+    for channel in range(form.pool.channels_of_thread):
+        latent, gate = Float32(rLatent[channel, row]), Float32(rGate[channel, row])
+        rLatent[channel, row] = ops.select(own, Float32(latents[channel]), latent)
+        rGate[channel, row] = ops.select(own, Float32(gates[channel]), gate)
+
+
+def pool_rows(
+    tensors: PagedTensors,
+    registers: tuple[Any, Any],
+    shared: Any,
+    numbers: tuple[Any, Any, Any, Any],
+    form: PagedForm,
+) -> None:
+    """Pool a thread's channels; `numbers` is token, part, chunk of E and of the block."""
+    pool = pool_spread if form.pool.spread else pool_window
+    pool(tensors, registers, shared, numbers, form.pool)
 
 
 @cute.jit
@@ -197,9 +297,8 @@ def pool_token(
     """Pool a token's window, if it closes one; `numbers` is token, group, thread."""
     token, group, thread = numbers
     tokens, sequences, capacity, pages, columns, of_page = extents
-    of_block = form.pool.channels // CHANNELS_OF_THREAD
-    part, within = thread // of_block, thread % of_block
-    chunk = group * of_block + within
+    part, within = form.pool.place_of(thread)
+    chunk = group * form.pool.vectors(form.pool.channels) + within
     if token < tokens:
         slot, position = Int64(tensors.slots[token]), Int32(tensors.positions[token])
         sequence = Int32(tensors.requests[token])
@@ -210,17 +309,28 @@ def pool_token(
             tensors.firsts[token] = Int64(ops.select(closes, first, Int32(0)))
             tensors.entry_slots[token] = ops.select(closes, entry, Int64(NO_PLACE))
         if closes:
-            registers = row_registers()
+            registers = row_registers(form.pool)
             first = position - (form.pool.ring_rows - 1)
             of_pages = (pages, columns, of_page)
             listed = listed_rows(tensors, (first, part, sequence), of_pages, form)
-            read_rows(tensors, registers, listed, (chunk, of_page), form)
-            choose_rows(registers, listed, form)
-            pool_window(tensors, registers, shared, (token, part, chunk, within), form.pool)
+            read_rows(tensors, registers, vectors_of_rows(listed, (chunk, of_page), form))
+            correct_rows(registers, placed(listed, form), form)
+            pool_rows(tensors, registers, shared, (token, part, chunk, within), form)
+
+
+def read_biases(
+    tensors: PagedTensors, biases: list[Any], numbers: tuple[Any, Any], form: PagedForm
+) -> None:
+    """Read the bias of a token's gates; `numbers`: its position, not negative, and the chunk."""
+    position, chunk = numbers
+    _, of_gate, of_entry = of_rows(form.pool)
+    for half, rBias in enumerate(biases):
+        column = position % form.pool.ratio * of_gate + chunk + half * of_entry
+        cute.autovec_copy(tensors.ape[None, column], rBias)
 
 
 @cute.jit
-def pool_single(
+def pool_single(  # noqa: PLR0915  in the order in which it waits
     tensors: PagedTensors,
     shared: Any,
     extents: tuple[Any, ...],
@@ -229,56 +339,89 @@ def pool_single(
 ) -> None:
     """Keep the only token's row, and pool the window that it closes; `numbers`: group, thread.
 
-    All other rows were kept by earlier launches, so none has to be waited for.
+    All other rows were kept by earlier launches, so none has to be waited for. Position, sequence
+    and pages are guessed before the launch in front has ended, so that one wait is for all loads.
     """
     group, thread = numbers
     _, sequences, capacity, pages, columns, of_page = extents
-    of_block = form.pool.channels // CHANNELS_OF_THREAD
-    part, within = thread // of_block, thread % of_block
-    chunk = group * of_block + within
-    of_row, of_gate, of_entry = (
-        n // CHANNELS_OF_THREAD for n in (2 * form.pool.columns, form.pool.columns, form.pool.width)
-    )
-    slot, position = Int64(tensors.slots[0]), Int32(tensors.positions[0])
-    sequence, entry = Int32(tensors.requests[0]), Int64(tensors.entries[0])
-    valid = (slot >= 0) & (slot < capacity)
-    of_bias = ops.select(valid, position, Int32(0)) % form.pool.ratio * of_gate  # else anything
+    part, within = form.pool.place_of(thread)
+    chunk = group * form.pool.vectors(form.pool.channels) + within
+    of_row, of_gate, of_entry = of_rows(form.pool)
+    halves, of_thread = form.pool.columns // form.pool.width, form.pool.channels_of_thread
     kept, biases = [], []
-    for half in cutlass.range_constexpr(form.pool.columns // form.pool.width):
-        column = chunk + half * of_entry
-        rLatent, rGate, rBias = (
-            cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32) for _ in range(3)
-        )
-        cute.autovec_copy(tensors.projected[None, column], rLatent)
-        cute.autovec_copy(tensors.projected[None, column + of_gate], rGate)
-        cute.autovec_copy(tensors.ape[None, of_bias + column], rBias)
+    for _ in cutlass.range_constexpr(halves):
+        rLatent, rGate, rBias = (cute.make_rmem_tensor(of_thread, Float32) for _ in range(3))
         kept.append((rLatent, rGate))
         biases.append(rBias)
+    registers, back = row_registers(form.pool), form.pool.ring_rows - 1
+
+    supposed, owner = guessed(tensors.positions, 0), guessed(tensors.requests, 0)
+    supposed = ops.maximum(supposed, Int32(0))
+    own = zero_of_lane() if form.pool.parts > 1 else 0  # the only token
+    owner = ops.select((owner >= 0) & (owner < sequences), owner, Int32(0))
+    would_close = (supposed + 1) % form.pool.ratio == 0
+    places = row_places((supposed - back, part, owner), columns, form)
+    asked = [guessed(tensors.table, at) for at in places.listed]
+    guess = rows_listed(places, asked, pages)
+    rPlaces = placed(guess, form)
+    read_biases(tensors, biases, (supposed, chunk), form)  # a weight
+    if cutlass.const_expr(form.pool.parts == 1):
+        # Where no window closes all threads read one page, and no load waits for a branch.
+        guess = guess._replace(
+            pages=[ops.select(would_close, page, Int32(0)) for page in guess.pages]
+        )
+        would_close = cutlass.Boolean(True)
+    vectors_at = vectors_of_rows(guess, (chunk, of_page), form)
+    if would_close:
+        for at, of_gate_at in vectors_at:
+            fetch_row(tensors.states, at)
+            fetch_row(tensors.states, of_gate_at)
+    wait_for_front()
+
+    if would_close:
+        read_rows(tensors, registers, vectors_at)
+    for half in cutlass.range_constexpr(halves):
+        column = chunk + half * of_entry
+        cute.autovec_copy(tensors.projected[None, column], kept[half][0])
+        cute.autovec_copy(tensors.projected[None, column + of_gate], kept[half][1])
+    slot, entry = Int64(tensors.slots[own]), Int64(tensors.entries[own])
+    cute.arch.sync_warp()  # no load from above is moved behind what waits for one from below
+    rPages = cute.make_rmem_tensor(len(asked), Int32)
+    for turn in cutlass.range_constexpr(len(asked)):
+        rPages[turn] = Int32(tensors.table[places.listed[turn]])
+    position, sequence = Int32(tensors.positions[own]), Int32(tensors.requests[own])
+    cute.arch.sync_warp()
+    valid = (slot >= 0) & (slot < capacity)
     known = valid & (sequence >= 0) & (sequence < sequences)
     closes = known & ((position + 1) % form.pool.ratio == 0)
-    registers = row_registers()
-    first = position - (form.pool.ring_rows - 1)
-    owner = ops.select(closes, sequence, Int32(0))
-    listed = listed_rows(tensors, (first, part, owner), (pages, columns, of_page), form)
-    if closes:
-        read_rows(tensors, registers, listed, (chunk, of_page), form)
-    for (_, rGate), rBias in zip(kept, biases, strict=True):
-        for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+    wrong = wrong_guess(position, supposed) | wrong_guess(sequence, owner)
+    for turn in cutlass.range_constexpr(len(asked)):
+        wrong = wrong | wrong_guess(Int32(rPages[turn]), asked[turn])
+    if wrong:
+        read_biases(tensors, biases, (ops.select(valid, position, Int32(0)), chunk), form)
+        if closes:
+            told = (position - back, part, sequence)
+            listed = listed_rows(tensors, told, (pages, columns, of_page), form)
+            place_again(rPlaces, listed, form)
+            read_rows(tensors, registers, vectors_of_rows(listed, (chunk, of_page), form))
+    for half in cutlass.range_constexpr(halves):
+        rGate, rBias = kept[half][1], biases[half]
+        for channel in cutlass.range_constexpr(of_thread):
             rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
     if closes:
-        choose_kept(registers, listed, slot, kept, form)
-        choose_rows(registers, listed, form)
-        pool_window(tensors, registers, shared, (Int32(0), part, chunk, within), form.pool)
+        take_kept(registers, rPlaces, slot, kept, form)
+        correct_rows(registers, rPlaces, form)
+        pool_rows(tensors, registers, shared, (Int32(0), part, chunk, within), form)
     if valid & (part == 0):
         place = Int64(Int32(slot) // form.rows) * of_page
         place += Int64(Int32(slot) % form.rows * of_row + chunk)
-        for half in cutlass.range_constexpr(form.pool.columns // form.pool.width):
+        for half in cutlass.range_constexpr(halves):
             more = half * of_entry
             cute.autovec_copy(kept[half][0], tensors.states[None, place + more])
             cute.autovec_copy(kept[half][1], tensors.states[None, place + (of_gate + more)])
     if (group == 0) & (thread == form.pool.threads - 1):
-        told = position - (form.pool.ratio - 1)
-        tensors.firsts[0] = Int64(ops.select(closes, told, Int32(0)))
+        first = position - (form.pool.ratio - 1)
+        tensors.firsts[0] = Int64(ops.select(closes, first, Int32(0)))
         tensors.entry_slots[0] = ops.select(closes, entry, Int64(NO_PLACE))
 
 
@@ -287,7 +430,7 @@ def single_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass
     """Process the only token of a launch, by thread blocks that share its channels."""
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
-    follow()
+    let_follow()
     numbers = (Int32(group), Int32(thread))
     pool_single(tensors, shared_of(form.pool), extents, numbers, form)
 
@@ -317,12 +460,14 @@ def launch_pool(
 ) -> None:
     """Launch; extents are tokens, sequences, slots, pages, columns, vectors of a page."""
     tokens, sequences, capacity, pages, columns, of_page = extents
-    pairs = Int64(of_page) * (FOUR // CHANNELS_OF_THREAD)
-    numbers = (tokens, sequences, Int64(capacity), pages, columns, pairs)
+    of_thread = form.pool.channels_of_thread
+    vectors_of_page = Int64(of_page) * (FOUR // of_thread)
+    numbers = (tokens, sequences, Int64(capacity), pages, columns, vectors_of_page)
     if tokens == 1:
-        single_kernel(tensors_of(pointers, CHANNELS_OF_THREAD), numbers, form).launch(
+        single_kernel(tensors_of(pointers, of_thread), numbers, form).launch(
             grid=[form.pool.groups, 1, 1],
             block=[form.pool.threads, 1, 1],
+            min_blocks_per_mp=1,  # fewer registers would reuse those of loads under way
             use_pdl=EARLY,
             stream=stream,
         )
@@ -330,7 +475,7 @@ def launch_pool(
         keep_kernel(tensors_of(pointers, FOUR), (Int64(capacity), of_page), form).launch(
             grid=[tokens, 1, 1], block=[form.keeping_threads, 1, 1], use_pdl=EARLY, stream=stream
         )
-        pool_kernel(tensors_of(pointers, CHANNELS_OF_THREAD), numbers, form).launch(
+        pool_kernel(tensors_of(pointers, of_thread), numbers, form).launch(
             grid=[-(-tokens // form.span) * form.pool.groups, 1, 1],
             block=[form.pool.threads, 1, 1],
             use_pdl=EARLY,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
+import numpy as np
 from cutlass import Float32, Int64, Uint16, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as codecs
@@ -24,6 +25,7 @@ from degarble.kernels.primitives.e2m1 import (
     e2m1_rounded,
     e2m1_word,
 )
+from degarble.kernels.runtime.pdl import guessed, wrong_guess
 from degarble.kernels.runtime.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -249,6 +251,80 @@ def coded_scale(largest: Any, decoding: DecodeScaling) -> tuple[Any, Any]:
 
 
 # --------------------------------------------------------------------------------------------------
+# A row's norm factor, 1 / sqrt(total / columns + epsilon), by one test of the total's range.
+#
+# The GPU has no instruction for a quotient or a root that is rounded once. ptxas makes each of an
+# estimate and fused corrections, behind a test of its own that leads to a slow path. Between these
+# bounds all numbers from the total on are normal, so the corrections are right without the tests.
+
+LEAST_TOTAL, LARGEST_TOTAL = 2.0**-64, 2.0**64
+LARGEST_DIVISOR = 2.0**16
+
+
+@cute.jit
+def brief_factor(
+    total: Any, epsilon: Any, columns: cutlass.Constexpr, stated: cutlass.Constexpr
+) -> Any:
+    """Return a row's norm factor; `stated` has the arithmetic, whose bits these are."""
+    factor = Float32(0.0)
+    if (total >= LEAST_TOTAL) & (total <= LARGEST_TOTAL):
+        mean = quotient_in_range(total, columns)
+        factor = inverse_in_range(root_in_range(ops.add_rn(mean, epsilon)))
+    else:
+        factor = stated(total)
+    return factor
+
+
+def quotient_in_range(number: Any, divisor: int) -> Any:
+    """Divide a number by a constant whose odd part is small; the suites walk all mantissas."""
+    if divisor.bit_count() == 1:
+        return ops.multiply_rn(number, 1.0 / divisor)
+    inverse = float(np.float32(1.0 / divisor))
+    first = ops.multiply_rn(number, inverse)
+    return ops.fma_rn(ops.fma_rn(first, -float(divisor), number), inverse, first)
+
+
+def root_in_range(number: Any) -> Any:
+    """Return the square root of a normal number, rounded once to nearest even, as ptxas does."""
+    estimate = inverse_root(number)
+    root, half = ops.multiply_rn(number, estimate), ops.multiply_rn(estimate, 0.5)
+    return ops.fma_rn(ops.fma_rn(-root, root, number), half, root)
+
+
+def inverse_in_range(number: Any) -> Any:
+    """Return the inverse of a normal number, rounded once to nearest even, as ptxas does.
+
+    Trap: from the root's own estimate it is a step off for one number in seventy million.
+    """
+    estimate = reciprocal(number)
+    estimate = ops.fma_rn(estimate, ops.fma_rn(-number, estimate, 1.0), estimate)
+    return ops.fma_rn(ops.fma_rn(-number, estimate, 1.0), estimate, estimate)
+
+
+@cute.jit
+def brief_quotients(pairs: list[tuple[Any, Any]]) -> Any:
+    """Divide the first of each pair by the second, rounded once; in registers, by one test of all.
+
+    The bounds are those of a mean of a softmax: its divisor lies between 1 and the count.
+    """
+    made = cute.make_rmem_tensor(len(pairs), Float32)
+    ordinary = cutlass.Boolean(True)
+    for place in cutlass.range_constexpr(len(pairs)):
+        number, divisor = pairs[place]
+        size = ops.absolute(number)
+        ordinary = ordinary & (size >= LEAST_TOTAL) & (size <= LARGEST_TOTAL)
+        ordinary = ordinary & (divisor >= 1.0) & (divisor <= LARGEST_DIVISOR)
+        estimate = reciprocal(divisor)
+        estimate = ops.fma_rn(estimate, ops.fma_rn(-divisor, estimate, 1.0), estimate)
+        first = ops.multiply_rn(number, estimate)
+        made[place] = ops.fma_rn(estimate, ops.fma_rn(-divisor, first, number), first)
+    if ordinary == False:  # noqa: E712  traced
+        for place in cutlass.range_constexpr(len(pairs)):
+            made[place] = ops.divide_rn(*pairs[place])
+    return made
+
+
+# --------------------------------------------------------------------------------------------------
 # A warp's attention row: load, fold, rotate, code and decode; the device side of kv_problem.
 
 SLOT_WORDS = rows.HALF // 2  # of two BF16 in a half
@@ -337,6 +413,37 @@ def load_turn(table: Any, registers: Any, place: tuple[Any, Any]) -> None:
     group = turn_group(place)
     cute.autovec_copy(table[None, group], registers[None, 0])
     cute.autovec_copy(table[None, group + rows.TABLE_WIDTH // 8], registers[None, 1])
+
+
+@cute.jit
+def guess_turn(
+    table: Any, positions: Any, registers: Any, place: tuple[Any, Any], inside: tuple[Any, Any]
+) -> Any:
+    """Read what load_turn reads, of a position that is guessed (runtime/pdl); return that position.
+
+    `place` is the token and the lane of eight; `inside`, whether the lane turns, and the positions
+    of the table. Beyond it, and where nothing turns, all is NaN.
+    """
+    token, lane = place
+    turns, count = inside
+    supposed = guessed(positions, token)
+    registers.fill(NAN)
+    if turns & (supposed >= 0) & (supposed < count):
+        load_turn(table, registers, (supposed, lane))
+    return supposed
+
+
+@cute.jit
+def correct_turn(
+    table: Any, registers: Any, place: tuple[Any, Any], inside: tuple[Any, Any], supposed: Any
+) -> None:
+    """Read the turn again where the guess was wrong; `place` is the true position and the lane."""
+    position, lane = place
+    turns, count = inside
+    if turns & wrong_guess(position, Int64(supposed)):
+        registers.fill(NAN)
+        if (position >= 0) & (position < Int64(count)):
+            load_turn(table, registers, (position, lane))
 
 
 def ask_for_turn(table: Any, place: tuple[Any, Any]) -> None:

@@ -43,6 +43,7 @@ SLOTS = WIDTH // (LANES * HALF)
 PAIRS_OF_LANE = HALF // 2
 TABLE_WIDTH = ROTATED  # 32 cosines, 32 sines
 LARGEST = 1 << 31
+TOKENS_GUESSED = 4  # up to which turns are read by guesses of positions (runtime/pdl)
 WEIGHTS = ("bf16", "fp32")  # dtypes of a norm's weight
 MOST_HEADS = 1 << 16  # CUDA C++ Programming Guide 13.0: a grid has fewer thread blocks along y
 

@@ -419,6 +419,12 @@ class QNormRopeForm:
 
     target: str
     width: int = rows.WIDTH
+    few: bool = False  # few tokens: turns are read by guesses of positions
+
+
+def choose_heads_form(problem: QNormRopeProblem, target: str) -> QNormRopeForm:
+    """Return the form for a problem."""
+    return QNormRopeForm(target, problem.width, problem.tokens <= rows.TOKENS_GUESSED)
 
 
 def heads_grid(problem: QNormRopeProblem) -> tuple[int, int]:

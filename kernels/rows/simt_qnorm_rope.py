@@ -21,7 +21,9 @@ from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.device_words import (
     NAN,
     SLOT_WORDS,
+    correct_turn,
     factor_of_row,
+    guess_turn,
     load_row,
     load_turn,
     numbers_of,
@@ -36,7 +38,7 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import QNormRopeForm, QNormRopeProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.pdl import EARLY, let_follow, wait_for_front
 
 THREADS = facts.HEAD_WARPS * rows.LANES
 
@@ -58,25 +60,32 @@ def heads_kernel(
     tensors: QNormRopeTensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Process a head per warp: read, norm, rotate, store."""
-    follow()
+    let_follow()
     held = rows.GEOMETRIES[form.width]
     thread, _, _ = cute.arch.thread_idx()
     token, group, _ = cute.arch.block_idx()
     heads, positions = extents
     lane = Int32(thread) % rows.LANES
+    turned = lane - held.first_turned_lane
+    turns = (turned >= 0) & (lane < held.lanes)
+    rTurn, supposed = registers_of(rows.PAIRS_OF_LANE, 2), Int32(0)
+    if cutlass.const_expr(form.few):
+        asked = (Int32(token), turned), (turns, positions)
+        supposed = guess_turn(tensors.turns, tensors.positions, rTurn, *asked)
+    wait_for_front()
     head = Int32(group) * facts.HEAD_WARPS + Int32(thread) // rows.LANES
     if head < heads:
         first = (Int64(token) * Int64(heads) + Int64(head)) * held.chunks
         rWords = registers_of(SLOT_WORDS, held.slots)
         load_row(tensors.heads, rWords, first, lane, held)
         position = Int64(tensors.positions[token])
-        rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
-        # Stays NaN where the position is not in the table.
-        rTurn.fill(NAN)
-        group = lane - held.first_turned_lane
-        turns = (group >= 0) & (lane < held.lanes)
-        if turns & (position >= 0) & (position < Int64(positions)):
-            load_turn(tensors.turns, rTurn, (position, group))
+        if cutlass.const_expr(form.few):
+            correct_turn(tensors.turns, rTurn, (position, turned), (turns, positions), supposed)
+        else:
+            # Stays NaN where the position is not in the table.
+            rTurn.fill(NAN)
+            if turns & (position >= 0) & (position < Int64(positions)):
+                load_turn(tensors.turns, rTurn, (position, turned))
 
         factor = factor_of_row(rWords, epsilon, form.width)
         for half in cutlass.range_constexpr(held.slots):
@@ -133,7 +142,7 @@ KERNEL = Kernel[QNormRopeProblem, QNormRopeForm](
         _Operand("positions", Storage(Int64, torch.int64, 8), lambda p: (p.tokens,)),
         _Operand("out", _HEADS, _shape, output=True, label="normed heads"),
     ),
-    choose_form=lambda problem, target: QNormRopeForm(target, problem.width),
+    choose_form=facts.choose_heads_form,
     kinds=((Int32,) * 4, Float32),
     numbers=_numbers,
     work=lambda problem: problem.tokens,

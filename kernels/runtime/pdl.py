@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from cutlass import cute
+from cutlass import Int32, Int64, cute
 
 EARLY: Final = True
 
@@ -68,3 +68,34 @@ def fetch_weights(address: Any, size: Any) -> None:
 def fetch_line(address: Any) -> None:
     """Ask for the line of a small constant in L2, before `follow`; nothing is read, as above."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+# ---- guesses -------------------------------------------------------------------------------------
+#
+# Where a number says which rows a kernel reads, their loads wait for its load. Such a number seldom
+# changes while the launch in front runs: it is a position, or a page of a table. So a kernel may
+# read it before the wait, as a guess, and compute addresses. Behind the wait it loads the number
+# and the rows at once, and reads the rows again where the guess was wrong. No result depends on a
+# guess; its addresses have to be inside of their tensors whatever it is.
+
+
+def guessed(tensor: Any, at: Any) -> Any:
+    """Return an element that an earlier launch may be writing, as an Int32; see above.
+
+    It is read from L2, and no line stays in L1, where the true element is read behind the wait.
+    """
+    element = tensor.element_type
+    assert element in (Int32, Int64), "positions, pages and the like are guessed"
+    address = (tensor.iterator + at).toint()
+    text = f"ld.relaxed.gpu.global.b{element.width} {{$w0}}, [{{$r0}}];"
+    return Int32(cute.arch.inline_ptx(text, write_only_types=[element], read_only_args=[address]))
+
+
+def wrong_guess(number: Any, guess: Any) -> Any:
+    """Return whether an element is not what was guessed."""
+    return number != guess
+
+
+def fetch_row(tensor: Any, at: Any) -> None:
+    """Ask L2 for a vector of a row whose place was guessed; nothing is read."""
+    fetch_line((tensor[None, at].iterator).toint())

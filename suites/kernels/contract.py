@@ -42,6 +42,7 @@ def kernels_of(name: str) -> ModuleType:
 
 
 _WAIT = "griddepcontrol.wait"
+_GUESS = "ld.relaxed.gpu.global"
 _ACCESSES = (
     *("ld.global", "st.global", "red.global", "atom.global"),
     *("cp.async.c", "cp.async.bulk.shared", "cp.async.bulk.tensor", "cp.async.bulk.global"),
@@ -107,6 +108,28 @@ def require_waits_before_it_reads(ptx: str) -> None:
     for kernel in ptx.split(".visible .entry")[1:]:
         for access in _ACCESSES:
             assert not 0 <= kernel.find(access) < kernel.find(_WAIT), access
+
+
+def require_early_reads_alone(ptx: str, weights: int, *, guesses: bool = False) -> None:
+    """Raise where a kernel does more before its wait than to read so many vectors of weights.
+
+    With guesses it reads those too, past L1: a line there would hide the true number behind the
+    wait. Other kernels of the module have to wait before they read.
+    """
+    assert "ld.global.nc" not in ptx
+    early = 0
+    for kernel in ptx.split(".visible .entry")[1:]:
+        before, behind = kernel.split(_WAIT)
+        if guesses and _GUESS not in before:
+            require_waits_before_it_reads(".visible .entry" + kernel)
+            continue
+        early += 1
+        assert before.count("ld.global") == weights
+        assert guesses or _GUESS not in before
+        assert _GUESS not in behind
+        for access in _ACCESSES[1:]:
+            assert access not in before, access
+    assert early
 
 
 @dataclass(frozen=True)

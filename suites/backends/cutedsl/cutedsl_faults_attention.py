@@ -78,8 +78,9 @@ def _own_window_alone(true: Any, gates: Any, latents: Any, *rest: Any) -> Any:
     return true(gates[len(gates) // 2 :], latents[len(latents) // 2 :], *rest)
 
 
-def _not_divided(_true: Any, _totals: Any, weighted: Any) -> Any:
-    return import_module("degarble.kernels.primitives.kv_problem").folded(weighted)
+def _not_divided(true: Any, totals: Any, weighted: Any) -> Any:
+    weight, total = true(totals, weighted)
+    return weight, type(total)(1.0)
 
 
 def _turned_at_the_end(true: Any, tensors: Any, told: Any, form: Any) -> Any:
@@ -240,7 +241,7 @@ FAULTS = (
         beside=SPLITS_OF_A_TILE, cause="M30"),
     _of("overlap dropped", "simt_compressor", "part_sums", _own_window_alone, "compressor.pool",
         module=_POOL, cause="M30"),
-    _of("gates not normalised", "simt_compressor", "pooled", _not_divided, "compressor.pool",
+    _of("gates not normalised", "simt_compressor", "sums_of_parts", _not_divided, "compressor.pool",
         module=_POOL, cause="M30"),
     _of("entry turned at its window's end", "simt_compressor", "tell_slot", _turned_at_the_end,
         "compressor.pool", cause="M28"),

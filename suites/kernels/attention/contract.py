@@ -27,6 +27,7 @@ from degarble.suites.kernels.contract import (
     ReplayCase,
     Round,
     kernels_of,
+    require_early_reads_alone,
 )
 from degarble.suites.kernels.format_checks import difference
 
@@ -167,8 +168,20 @@ def _products_in_turns(kernel: CompiledKernel, form: AttentionForm) -> None:
     assert registers == sorted(facts.registers_in_turns(facts.plan_of(form)))
 
 
+def _guesses_its_turn(kernel: CompiledKernel, _form: QueryForm) -> None:
+    """Cosines and sines of a thread, which nothing writes, of the guessed position."""
+    require_early_reads_alone(kernel.ptx, 2, guesses=True)
+
+
 CODE = [
     *(MachineCode("simt_latent_query", QueryForm(target), 32, fused=0) for target in TARGETS),
+    *(
+        MachineCode(
+            "simt_latent_query", QueryForm(target, few=True), 32, fused=0, reads_early=True,
+            more=_guesses_its_turn,
+        )
+        for target in TARGETS
+    ),
     *(MachineCode("simt_attention_merge", MergeForm(target)) for target in TARGETS),
     *(
         MachineCode(

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.kernels.cache import problem as facts
-from degarble.kernels.cache.problem import KINDS, PagedPoolProblem, PoolForm, SlotsForm, StatePages
+from degarble.kernels.cache.problem import (
+    KINDS,
+    PagedForm,
+    PagedPoolProblem,
+    PoolForm,
+    SlotsForm,
+    StatePages,
+)
 from degarble.kernels.primitives.kv_problem import (
     ENTRIES,
     KEY,
@@ -33,10 +40,13 @@ from degarble.suites.kernels.contract import (
     ReplayCase,
     Round,
     kernels_of,
+    require_early_reads_alone,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from degarble.kernels.runtime.compiling import CompiledKernel
 
 POOLS = ((5, ((4, 512),)), (3000, ((128, 512),)))  # tokens; ratio and width
 OTHER_POOLS = (
@@ -63,8 +73,9 @@ def _code(target: str) -> Iterator[MachineCode]:
             usual = width == 512 and (few if ratio == 4 else not alone)
             launched = 1 if alone else 2
             yield MachineCode(
-                "simt_compressor", pool, 168, launched=launched, reads_early=True, slow=not usual
-            )
+                "simt_compressor", pool, 168, launched=launched, reads_early=True,
+                more=_guesses_alone if alone else _reads_weights_alone, slow=not usual,
+            )  # fmt: skip
     for tokens, served in (*POOLS, *OTHER_POOLS):
         for ratio, width in served:
             columns = width * (2 if ratio == 4 else 1)
@@ -73,7 +84,22 @@ def _code(target: str) -> Iterator[MachineCode]:
                 PagedPoolProblem(tokens, 1, ratio, pages, width), target
             )
             slow = (tokens, served) not in POOLS
-            yield MachineCode("simt_paged_pool", paged, 96, launched=3, slow=slow)
+            yield MachineCode(
+                "simt_paged_pool", paged, 96, launched=3, reads_early=True,
+                more=_guesses_alone, slow=slow,
+            )  # fmt: skip
+
+
+def _guesses_alone(kernel: CompiledKernel, form: PagedForm | PoolForm) -> None:
+    """Of the only token the bias of a row is read before the wait, which nothing writes."""
+    pool = form.pool if isinstance(form, PagedForm) else form
+    require_early_reads_alone(kernel.ptx, pool.columns // pool.width, guesses=True)
+
+
+def _reads_weights_alone(kernel: CompiledKernel, form: PoolForm) -> None:
+    """What keeps rows reads them while windows are pooled, which only read them."""
+    assert not form.alone
+    assert "ld.relaxed" not in kernel.ptx
 
 
 def _written(target: str) -> Iterator[MachineCode]:

@@ -98,15 +98,44 @@ def test_forms_have_a_thread_for_every_channel_and_row() -> None:
                 assert (
                     form.parts * facts.ROWS_AT_ONCE == form.ring_rows == facts.rows_of_ring(ratio)
                 )
-                assert form.threads * facts.CHANNELS_OF_THREAD == form.parts * form.channels
+                assert form.threads * form.channels_of_thread == form.parts * form.channels
+                assert form.channels_of_thread == (1 if few and ratio == 128 else 2)
                 assert form.groups * form.channels == width
                 assert form.threads % 32 == 0
+                places = [form.place_of(thread) for thread in range(form.threads)]
+                assert len(set(places)) == form.threads
+                assert {part for part, _ in places} == set(range(form.parts))
     assert facts.choose_pool_form(PoolProblem(3, 3, 3, 5, 4), "sm_90a").alone
     assert not facts.choose_pool_form(PoolProblem(4, 3, 3, 5, 4), "sm_90a").alone
     many = facts.FEW_SEQUENCES + 1
     alone = [PoolProblem(n, n, n, 1, 128) for n in (many - 1, many)]
     assert [facts.choose_pool_form(problem, "sm_90a").few for problem in alone] == [True, False]
     assert PoolProblem(8192, 1, 2048, 1, 4).bytes_moved == 8 * 1024 * 8200 + 2048 * 1040
+
+
+def test_a_spread_window_is_folded_in_the_order_of_its_parts() -> None:
+    """Lanes 16 and 8 apart, and then warps: parts 8, 4, 2 and 1 apart, as rows.folded has them."""
+    form = PoolForm(128, 512, alone=True, target="sm_90a", few=True)
+    part_of = {thread: form.place_of(thread) for thread in range(form.threads)}
+    numbers = {place: f"{place[0]}" for place in part_of.values()}
+    for distance in (16, 8):
+        numbers = {
+            part_of[
+                thread
+            ]: f"({' '.join(numbers[part_of[t]] for t in sorted((thread, thread ^ distance)))})"
+            for thread in part_of
+        }
+    left = [numbers[part_of[32 * warp]] for warp in range(facts.SPREAD_WARPS)]
+    assert [part_of[32 * warp][0] for warp in range(facts.SPREAD_WARPS)] == [0, 1, 2, 3]
+    whole = f"(({left[0]} {left[2]}) ({left[1]} {left[3]}))"
+    stated = [f"{part}" for part in range(form.parts)]
+    while len(stated) > 1:
+        half = len(stated) // 2
+        stated = [
+            f"({first} {second})"
+            for first, second in zip(stated[:half], stated[half:], strict=True)
+        ]
+    assert whole == stated[0]
 
 
 def test_refuses_by_name() -> None:
@@ -149,7 +178,7 @@ def test_forms_know_no_extents_but_how_many() -> None:
     assert (form(8).span, form(256).span, form(257).span) == (1, 1, 16)
     assert form(8).pool.few
     assert not form(9).pool.few
-    assert (form(1).keeping_threads, form(1).pool.threads, form(9).pool.threads) == (128, 64, 256)
+    assert (form(1).keeping_threads, form(1).pool.threads, form(9).pool.threads) == (128, 128, 256)
 
 
 @pytest.mark.parametrize(

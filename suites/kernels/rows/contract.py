@@ -45,6 +45,7 @@ from degarble.suites.kernels.contract import (
     Replay,
     ReplayCase,
     Round,
+    require_early_reads_alone,
 )
 from degarble.suites.kernels.rows import (
     head_checks,
@@ -90,6 +91,10 @@ def _code(target: str) -> Iterator[MachineCode]:
         yield MachineCode("simt_inverse_rope", InverseRopeForm(in_place, target), 32, fused=0)
     # Six thread blocks of eight warps fit beside each other; only the sum of squares is fused.
     yield MachineCode("simt_qnorm_rope", QNormRopeForm(target), 40, fused=14)
+    yield MachineCode(
+        "simt_qnorm_rope", QNormRopeForm(target, few=True), 40, fused=14, reads_early=True,
+        more=_guesses_its_turn,
+    )  # fmt: skip
     for source, out in product(SCALE_KINDS, SCALE_KINDS):
         yield MachineCode("simt_scale", ScaleForm(source, out, target))
     for part in MIX_PARTS:
@@ -176,6 +181,11 @@ def _weight_alone_before_the_wait(kernel: CompiledKernel, form: ProjectForm | On
         for access in ("ld.global", "st.global", "atom.global", "cp.async.bulk"):
             assert access not in before, access
     assert sorted(found) == [0] * (len(found) - 1) + [rows // project.rows_at_once]
+
+
+def _guesses_its_turn(kernel: CompiledKernel, _form: QNormRopeForm) -> None:
+    """Cosines and sines of a lane, which nothing writes, of the guessed position."""
+    require_early_reads_alone(kernel.ptx, 2, guesses=True)
 
 
 def _norm_code(norm: NormProblem, target: str) -> MachineCode:
