@@ -46,6 +46,10 @@ CODED_ROW_THREADS = 1024  # where their codes alone are written: 64 a thread
 LIGHT_WARPS = 8  # of a whole row up to which its codes need no more than those 64
 MOST_CODED_WARPS = 14  # up to which they need no more than 72
 MOST_KEPT_WARPS = 8  # up to which codes and values need no more than 72
+ROWS_TOGETHER = 4  # of seven warps, which fill a processor
+LEAST_TOGETHER = (
+    512  # rows from which they share thread blocks: about as many as all processors hold
+)
 MOST_WARPS = 16
 SMALLEST_COLUMNS, LARGEST_COLUMNS = 64, MOST_WARPS * LANES * SLOTS_OF_LANE * BLOCK
 NORM_WEIGHTS = ("bf16", "fp32")
@@ -142,11 +146,17 @@ class NormForm:
     warps: int = 0  # of a row of whole lines, 0: of any row
     ahead: bool = True  # whether a row of whole lines arrives while the one before is worked on
     decoded: bool = False
+    together: int = 1  # rows of whole lines that a thread block has at once
 
     @property
     def converts(self) -> bool:
         """Return whether the target has a conversion to E2M1."""
         return TARGETS[self.target].converts_e2m1
+
+    @property
+    def coded_lines(self) -> bool:
+        """Return whether rows of whole lines are coded, which a processor's pipes bound."""
+        return self.warps > 0 and self.layout is not None
 
     @property
     def writes_values(self) -> bool:
@@ -186,6 +196,7 @@ def choose_norm_form(problem: NormProblem, target: str) -> NormForm:
         warps=0 if problem.decoded else whole_warps(problem.columns),
         ahead=problem.layout is not None,
         decoded=problem.decoded,
+        together=rows_together(problem),
     )
 
 
@@ -202,6 +213,17 @@ def choose_norm_tactic(problem: NormProblem) -> NormTactic:
         registers = REGISTERS_OF_PROCESSOR // declared // 8 * 8
     warps = REGISTERS_OF_PROCESSOR // PROCESSOR_QUARTERS // (registers * LANES) * PROCESSOR_QUARTERS
     return NormTactic(max(1, warps // (norm_threads(problem) // LANES)))
+
+
+def rows_together(problem: NormProblem) -> int:
+    """Return the rows that a thread block has at once: as many as fill a processor, of seven warps.
+
+    Four thread blocks of seven warps load a processor's quarters unequally; one of 28 does not. Its
+    rows share weights and factors. Of few rows each has a thread block, on a processor of its own.
+    """
+    coded = problem.layout is not None and not problem.keeps_values
+    seven = whole_warps(problem.columns) == USUAL_WARPS
+    return ROWS_TOGETHER if coded and seven and problem.rows >= LEAST_TOGETHER else 1
 
 
 def is_roomy(problem: NormProblem) -> bool:
@@ -252,6 +274,8 @@ def norm_threads_declared(form: NormForm) -> int:
 
     1024 leave 64 a thread, 896 leave 72, 512 leave 128.
     """
+    if form.together > 1:
+        return form.together * form.warps * LANES
     if form.warps:
         if not form.ahead:
             return WHOLE_ROW_THREADS
@@ -343,6 +367,15 @@ class ResidualForm:
     narrow: bool  # a warp has its rows, not a thread block
     target: str
     warps: int = 0  # of a row of whole lines, 0: of any row
+
+    @property
+    def reads_weight_early(self) -> bool:
+        """Return whether a thread has its weights before the wait for the launch in front.
+
+        Of one row they are a third of what its processor reads. A stored sum that is normed has no
+        registers for them: 8,192 rows took 1 to 2 % longer.
+        """
+        return self.warps > 0 and not self.rounded
 
 
 def choose_residual_form(problem: ResidualProblem, target: str) -> ResidualForm:

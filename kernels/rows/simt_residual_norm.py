@@ -44,7 +44,13 @@ from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Stor
 from degarble.kernels.runtime.operands import (
     DTYPES,
 )
-from degarble.kernels.runtime.pdl import EARLY, fetch_weights, follow
+from degarble.kernels.runtime.pdl import (
+    EARLY,
+    fetch_weights,
+    follow,
+    let_follow,
+    wait_for_front,
+)
 
 FLAT = 1 << 30
 
@@ -202,11 +208,15 @@ def whole_kernel(
     thread, first, step = Int32(thread), Int32(first), Int32(step)
     lane, warp = thread % LANES, thread // LANES
     of_row, places = whole.row_bytes(form.warps), whole.places_of(form.warps)
-    fetch_weight(tensors, thread + first, form.warps * norms.BLOCKS_OF_WHOLE_WARP, form)
+    if cutlass.const_expr(not form.reads_weight_early):
+        fetch_weight(tensors, thread + first, form.warps * norms.BLOCKS_OF_WHOLE_WARP, form)
+    else:
+        let_follow()
     if thread == 0:
         # An earlier launch than the last one made it.
         fetch_weights(whole.address_of(tensors.residual, Int64(first) * of_row), Uint32(of_row))
-    follow()
+    if cutlass.const_expr(not form.reads_weight_early):
+        follow()
     allocator = cutlass.memory.SmemAllocator()
     # Of two turns, so that one barrier a turn is enough.
     sSums = allocator.allocate_tensor(Float32, cute.make_layout((MOST_WARPS, 2)), 16)
@@ -218,14 +228,18 @@ def whole_kernel(
     rRow = whole.row_registers(), whole.row_registers()
     fp32 = form.weight == "fp32"
     rWeight = whole.row_registers(2 * whole.WORDS if fp32 else whole.WORDS)
+    of_weight = whole.address_of(tensors.weight, behind * (2 if fp32 else 1))
+    if cutlass.const_expr(form.reads_weight_early):
+        whole.read_weights(rWeight, of_weight, form.warps)
+        wait_for_front()
 
     turn = Uint32(0)
     for row in cutlass.range(first, rows, step, unroll=1):
         own_row = Int64(row) * of_row
         for registers, address in zip(rRow, (values, residual), strict=True):
             whole.read_row(registers, address + own_row, form.warps)
-        of_weight = whole.address_of(tensors.weight, behind * (2 if fp32 else 1))
-        whole.read_weights(rWeight, of_weight, form.warps)
+        if cutlass.const_expr(not form.reads_weight_early):
+            whole.read_weights(rWeight, of_weight, form.warps)
         pairs = zip(*(whole.chunks_of(registers) for registers in rRow), strict=True)
         sums = [
             [ops.add_rn(x, y) for x, y in zip(numbers_of(left), numbers_of(right), strict=True)]
@@ -238,7 +252,7 @@ def whole_kernel(
             held.append(again(stored) if form.rounded else of_chunk)
         numbers = [numbers_of(each) if form.rounded else each for each in held]
         total = whole.warp_sum([norms.half_sum(each) for each in numbers])
-        total = whole.row_total(sSums, total, (lane, warp, turn), form.warps)
+        total = whole.row_total(sSums, total, (lane, warp, turn), (0, 1), form.warps)
         turn = 1 - turn
         factor = norms.factor_of(total, form.warps * norms.OF_WHOLE_WARP, epsilon, square_root)
         for number, words in enumerate(whole.chunks_of(rWeight)):

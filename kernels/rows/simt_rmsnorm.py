@@ -32,6 +32,7 @@ from degarble.harness.formats.layouts import round_up
 from degarble.kernels.primitives.device_words import (
     BLOCK_WORDS,
     BOUNDED,
+    HIGH_HALF,
     PACKED,
     block_amax,
     code_words,
@@ -62,7 +63,14 @@ from degarble.kernels.runtime.kernel import (
     as_vector,
 )
 from degarble.kernels.runtime.operands import DTYPES
-from degarble.kernels.runtime.pdl import EARLY, fetch_line, fetch_weights, follow
+from degarble.kernels.runtime.pdl import (
+    EARLY,
+    fetch_line,
+    fetch_weights,
+    follow,
+    let_follow,
+    wait_for_front,
+)
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -106,6 +114,11 @@ def again(words: list[Any]) -> list[Any]:
     return [emit("mov.b32 {$w0}, {$r0};", Uint32, word) for word in words]
 
 
+def kept_apart(number: Any) -> Any:
+    """Return an Int32 opaque to the compiler, so that it is kept and not computed once more."""
+    return emit("mov.b32 {$w0}, {$r0};", Int32, number)
+
+
 def kept_words(words: list[Any], form: NormForm) -> list[Any]:
     """Return the words of a block to keep while its row is summed."""
     return again(words) if form.unpacks_twice else words
@@ -128,9 +141,9 @@ def slots_of(registers: Any) -> list[list[Any]]:
     return [words_of(registers[None, slot]) for slot in range(SLOTS_OF_LANE)]
 
 
-def normed_words(words: list[Any], weights: list[Any], factor: Any) -> list[Any]:
-    """Return the normed values of a block, rounded to BF16."""
-    pairs = zip(numbers_of(words), weights, strict=True)
+def normed_words(numbers: list[Any], weights: list[Any], factor: Any) -> list[Any]:
+    """Return the normed values of numbers, rounded to BF16."""
+    pairs = zip(numbers, weights, strict=True)
     return rounded_words([facts.normed(number, weight, factor) for number, weight in pairs])
 
 
@@ -154,13 +167,15 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
     first, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
     rows, blocks, padded_rows, lanes, threads = extents
-    fetch_constants(tensors, Int32(thread) + Int32(first), blocks, form)
-    follow()
+    let_follow()
     rows, blocks, lanes, thread = Uint32(rows), Uint32(blocks), Uint32(lanes), Uint32(thread)
     lane, warp = thread % LANES, thread // LANES
     layout = LAYOUTS[form.layout_walked]
     lane_block = lane if cutlass.const_expr(form.narrow) else thread
     first, step = Int32(first), Int32(step)
+    if cutlass.const_expr(form.layout is not None or form.decoded):  # noqa: SIM102  traced
+        if Int32(thread) + first == 0:
+            fetch_line(tensors.decode_scale.iterator.toint())
     if cutlass.const_expr(form.narrow):
         first = first * facts.NARROW_WARPS + Int32(warp)
         step = step * facts.NARROW_WARPS
@@ -173,24 +188,29 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
     if cutlass.const_expr(not form.narrow):  # noqa: SIM102  the first is settled when traced
         if thread < 2 * MOST_WARPS:
             sSums[thread] = Float32(0.0)
-    if cutlass.const_expr(form.layout is not None):
-        scaling = scaling_of(tensors.decode_scale[0], sFactors)
-        for code in cutlass.range(Int32(thread), SCALE_CODES, Int32(threads), unroll=1):
-            sFactors[code] = codecs.nvfp4_block_encode_scale(Uint32(code), scaling.encode)
-    cute.arch.sync_threads()
-
     of_weight = BLOCK if form.weight == "fp32" else BLOCK_WORDS
     rWeight = cute.make_rmem_tensor(cute.make_layout((of_weight, SLOTS_OF_LANE)), Uint32)
     rWeight.fill(0)
-    rAhead = cute.make_rmem_tensor(cute.make_layout((BLOCK_WORDS, SLOTS_OF_LANE)), Uint32)
-    rAhead.fill(0)
     for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
         block = lane_block + slot * lanes
         if block < blocks:
             cute.autovec_copy(tensors.weight[None, block], rWeight[None, slot])
-            if Uint32(first) < rows:
-                place = Int64(first) * Int64(blocks) + Int64(block)
-                cute.autovec_copy(tensors.values[None, place], rAhead[None, slot])
+    if cutlass.const_expr(form.layout is None):
+        cute.arch.sync_threads()
+    wait_for_front()
+    if cutlass.const_expr(form.layout is not None):
+        scaling = scaling_of(tensors.decode_scale[0], sFactors)
+        for code in cutlass.range(Int32(thread), SCALE_CODES, Int32(threads), unroll=1):
+            sFactors[code] = codecs.nvfp4_block_encode_scale(Uint32(code), scaling.encode)
+        cute.arch.sync_threads()
+
+    rAhead = cute.make_rmem_tensor(cute.make_layout((BLOCK_WORDS, SLOTS_OF_LANE)), Uint32)
+    rAhead.fill(0)
+    for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
+        block = lane_block + slot * lanes
+        if (block < blocks) & (Uint32(first) < rows):
+            place = Int64(first) * Int64(blocks) + Int64(block)
+            cute.autovec_copy(tensors.values[None, place], rAhead[None, slot])
 
     if cutlass.const_expr(form.decoded):
         scaling = scaling_of(tensors.decode_scale[0], None)  # read beside the first row
@@ -219,7 +239,7 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
         for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
             block, place = lane_block + slot * lanes, start + Int64(slot * lanes)
             weights = weights_of(rWeight, slot, form)
-            made = normed_words(kept_words(words[slot], form), weights, factor)
+            made = normed_words(numbers_of(kept_words(words[slot], form)), weights, factor)
             exists = (Uint32(row) < rows) & (block < blocks)
             if cutlass.const_expr(form.writes_values):  # noqa: SIM102  as above
                 if exists:
@@ -264,6 +284,35 @@ def pair_code(words: list[list[Any]], odd: Any, share: Any) -> Any:
     return scale_code_of(block_amax([own, other]), share)
 
 
+class Unpacking(NamedTuple):
+    """Constants of numbers_apart, in registers: ptxas would take them apart again."""
+
+    move: Any  # 2**16
+    one: Any  # a word of 1 above and 0 below
+    none: Any  # a word of -0 above and +0 below
+
+
+def unpacking(rows: Any) -> Unpacking:
+    """Return the constants, with the sign of a number that has none, as no compiler knows."""
+    nothing = emit("shr.u32 {$w0}, {$r0}, 31;", Uint32, rows)
+    return Unpacking(*(nothing + Uint32(word) for word in (0x1_0000, 0x3F80_0000, 0x8000_0000)))
+
+
+def numbers_apart(words: list[Any], by: Unpacking | None, *, finite: bool = False) -> list[Any]:
+    """Return numbers_of words, by products: shifts and masks are on the pipe that codes fill.
+
+    The upper numbers are products only of `finite` words: an infinity below would leave a NaN.
+    """
+    if by is None:
+        return numbers_of(words)
+    found = []
+    for word in words:
+        low = emit("mul.lo.u32 {$w0}, {$r0}, {$r1};", Uint32, word, by.move)
+        high = PACKED.fused(word, by.one, by.none) if finite else word & Uint32(HIGH_HALF)
+        found += [ops.number_of(low), ops.number_of(high)]
+    return found
+
+
 def bounded_factor(factor: Any) -> tuple[Any, Any]:
     """Return a block's factor, and a word that has the bound of its values twice."""
     bound = largest_coded(factor)
@@ -271,7 +320,11 @@ def bounded_factor(factor: Any) -> tuple[Any, Any]:
 
 
 def pair_words(
-    words: list[list[Any]], table: Any, told: tuple[Any, Any], form: NormForm
+    words: list[list[Any]],
+    table: Any,
+    told: tuple[Any, Any],
+    form: NormForm,
+    by: Unpacking | None,
 ) -> list[Any]:
     """Return the codes of a thread's halves of two blocks.
 
@@ -289,7 +342,9 @@ def pair_words(
             made.append(native_word([ops.multiply_rn(n, factor) for n in numbers_of(of_half)]))
         else:
             bounded = [smaller_magnitude(word, bound) for word in of_half]
-            scaled = [ops.multiply_rn(number, factor) for number in numbers_of(bounded)]
+            # Together with others a row has no registers for products of the upper halves.
+            numbers = numbers_apart(bounded, by, finite=form.together == 1)
+            scaled = [ops.multiply_rn(number, factor) for number in numbers]
             made.append(e2m1_word_by_products(scaled, BOUNDED, PACKED))
     return made
 
@@ -304,6 +359,12 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
     step, _, _ = cute.arch.grid_dim()
     rows, padded_rows = extents
     thread, first, step = Int32(thread), Int32(first), Int32(step)
+    group = Int32(0)
+    if cutlass.const_expr(form.together > 1):
+        # Rows of a thread block are a grid apart, so that all of them end about together.
+        group = cute.arch.make_warp_uniform(thread // (form.warps * LANES))
+        thread = kept_apart(thread - group * (form.warps * LANES))
+        first, step = first + group * step, kept_apart(step * form.together)
     lane, warp, odd = thread % LANES, thread // LANES, thread % 2 == 1
     layout, blocks = LAYOUTS[form.layout_walked], Uint32(form.warps * facts.BLOCKS_OF_WHOLE_WARP)
     of_row, places = whole.row_bytes(form.warps), whole.places_of(form.warps)
@@ -311,7 +372,9 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
     follow()
     allocator = cutlass.memory.SmemAllocator()
     # Of two turns, so that one barrier a turn is enough.
-    sSums = allocator.allocate_tensor(Float32, cute.make_layout((MOST_WARPS, 2)), 16)
+    sSums = allocator.allocate_tensor(
+        Float32, cute.make_layout((MOST_WARPS, 2, form.together)), 16
+    )[None, None, group]
     # A block's factor and bound, by the code of its scale.
     sFactors = allocator.allocate_tensor(Float32, cute.make_layout((2, SCALE_CODES)), 16)
     chunk = whole.first_chunk(thread)
@@ -325,19 +388,23 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
     codes = whole.address_of(tensors.codes, chunk * (whole.CHUNK_BYTES // 4))
     rRow, sRow, sWeight = whole.row_registers(), Int32(0), None
     if cutlass.const_expr(form.ahead):
-        sRow = whole.row_apart(allocator, thread, form.warps)
+        sRow = whole.row_apart(allocator, thread, form.warps, form.together) + group * of_row
         first_row = values + Int64(ops.minimum(first, rows - 1)) * of_row
         whole.ask_for_row(sRow, first_row, form.warps)
     rWeight = whole.row_registers(2 * whole.WORDS if form.weight == "fp32" else whole.WORDS)
     whole.read_weights(rWeight, weight, form.warps)
     if cutlass.const_expr(form.ahead):
         sWeight = whole.weights_apart(allocator, form.warps)
-        whole.keep_weights(sWeight, rWeight, (thread, form.warps))
+        if group == 0:
+            whole.keep_weights(sWeight, rWeight, (thread, form.warps))
     scaling: Any = None
     scales: Any = None
     if cutlass.const_expr(form.layout is not None):
         scaling = scaling_of(tensors.decode_scale[0], sFactors)
-        for code in cutlass.range(thread, SCALE_CODES, form.warps * LANES, unroll=1):
+        of_block = thread + group * (form.warps * LANES)
+        for code in cutlass.range(
+            of_block, SCALE_CODES, form.together * form.warps * LANES, unroll=1
+        ):
             factor = codecs.nvfp4_block_encode_scale(Uint32(code), scaling.encode)
             sFactors[0, code], sFactors[1, code] = bounded_factor(factor)
         # The offset of a scale is that of its row and that of its column, in whole tiles.
@@ -347,8 +414,14 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
         )
         cute.arch.sync_threads()
 
-    turn = Uint32(0)
-    for row in cutlass.range(first, padded_rows, step, unroll=1):
+    turn, by = Uint32(0), None
+    if cutlass.const_expr(form.coded_lines and not form.converts):
+        by = unpacking(rows)
+    row, begin, end, stride = first, first, padded_rows, step
+    if cutlass.const_expr(form.together > 1):
+        # Counted, or its turns would look at the sign of the step.
+        begin, end, stride = Int32(0), (padded_rows - first + step - 1) // step, Int32(1)
+    for _ in cutlass.range(begin, end, stride, unroll=1):
         words: Any = None
         if cutlass.const_expr(form.ahead):
             words = whole.asked_row(sRow, form.warps)
@@ -359,10 +432,20 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
             own_row = values + Int64(ops.minimum(row, rows - 1)) * of_row
             whole.read_row(rRow, own_row, form.warps)
             words = whole.chunks_of(rRow)
-        total = whole.warp_sum([facts.half_sum(numbers_of(of_half)) for of_half in words])
-        total = whole.row_total(sSums, total, (lane, warp, turn), form.warps)
+        numbers, halves = [], []
+        for of_half in words:
+            numbers.append(numbers_apart(of_half, by))
+            halves.append(facts.half_sum(numbers[-1]))
+        total = whole.warp_sum(halves)
+        total = whole.row_total(
+            sSums, total, (lane, warp, turn), (group, form.together), form.warps
+        )
         turn = 1 - turn
-        factor = facts.factor_of(total, form.warps * facts.OF_WHOLE_WARP, epsilon, square_root)
+        factor = Float32(0.0)
+        if cutlass.const_expr(form.coded_lines):
+            factor = whole.brief_factor_of(total, epsilon, form.warps)
+        else:
+            factor = facts.factor_of(total, form.warps * facts.OF_WHOLE_WARP, epsilon, square_root)
         made = []
         for number, of_half in enumerate(words):
             kept = again(of_half) if form.unpacks_twice else of_half
@@ -372,7 +455,8 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
                 of_weight = whole.chunks_of(rWeight)[number]
                 fp32 = form.weight == "fp32"
                 weights = whole.weight_numbers(of_weight if fp32 else again(of_weight))
-            made.append(normed_words(kept, weights, factor))
+            of_row_half = numbers[number] if form.coded_lines else numbers_of(kept)
+            made.append(normed_words(of_row_half, weights, factor))
         exists = row < rows
         out = normed + Int64(row) * of_row
         if cutlass.const_expr(form.layout is None):
@@ -380,10 +464,10 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
                 whole.write_words(out, place, of_half)
         else:
             pairs = [made[2 * slot : 2 * slot + 2] for slot in range(SLOTS_OF_LANE)]
-            of_slots = [pair_code(pair, odd, scaling.share) for pair in pairs]
             coded: list[Any] = []
+            of_slots = [pair_code(pair, odd, scaling.share) for pair in pairs]
             for pair, code in zip(pairs, of_slots, strict=True):
-                coded += pair_words(pair, sFactors, (code, odd), form)
+                coded += pair_words(pair, sFactors, (code, odd), form, by)
             if exists:
                 of_codes = codes + Int64(row) * (of_row // 4)
                 for number, place in enumerate(places):
@@ -398,6 +482,7 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
                 # Padding of the scales is written as zeros.
                 made_code = ops.select(exists, code, Uint32(0))
                 whole.write_byte(scales + behind, slot * apart, made_code)
+        row += step
 
 
 @cute.jit
@@ -423,8 +508,8 @@ def launch_rmsnorm(
     tensors, declared = tensors_of(pointers, form), facts.norm_threads_declared(form)
     if cutlass.const_expr(form.warps):
         whole_kernel(tensors, (rows, padded_rows), epsilon, form).launch(
-            grid=[walkers, 1, 1],
-            block=[form.warps * LANES, 1, 1],
+            grid=[-(-walkers // form.together), 1, 1],
+            block=[form.together * form.warps * LANES, 1, 1],
             max_number_threads=[declared, 1, 1],
             use_pdl=EARLY,
             stream=stream,

@@ -14,8 +14,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives.device_words import numbers_of
-from degarble.kernels.rows.problem import LANES, SLOTS_OF_LANE
+from degarble.kernels.primitives.device_words import brief_factor, numbers_of, square_root
+from degarble.kernels.rows.problem import LANES, OF_WHOLE_WARP, SLOTS_OF_LANE, factor_of
 
 CHUNKS = 2 * SLOTS_OF_LANE  # of a thread
 WORDS = 4  # of a chunk
@@ -124,9 +124,9 @@ def kept_weights(shared: Any, chunk: int, place: tuple[Any, int]) -> list[Any]:
     return numbers
 
 
-def row_apart(allocator: Any, thread: Any, warps: int) -> Any:
-    """Allocate a row of BF16 values; return the shared address of a thread's first chunk."""
-    layout = cute.make_layout(row_bytes(warps) // 4)
+def row_apart(allocator: Any, thread: Any, warps: int, count: int) -> Any:
+    """Allocate rows of BF16 values; return the shared address of a thread's first chunk."""
+    layout = cute.make_layout(count * row_bytes(warps) // 4)
     row = allocator.allocate_tensor(Uint32, layout, CHUNK_BYTES)
     return Int32(row.iterator.toint()) + place_of(0, thread, warps) * CHUNK_BYTES
 
@@ -191,11 +191,30 @@ def folded(numbers: list[Any]) -> Any:
 
 @cute.jit
 def row_total(
-    sSums: Any, number: Any, place: tuple[Any, Any, Any], warps: cutlass.Constexpr
+    sSums: Any,
+    number: Any,
+    place: tuple[Any, Any, Any],
+    rows: tuple[Any, int],
+    warps: cutlass.Constexpr,
 ) -> Any:
-    """Sum up the warps of a row; `place` is lane, warp, and one of two turns of shared memory."""
+    """Sum up the warps of a row; `place` is lane, warp, and one of two turns of shared memory.
+
+    `rows` are which row of the thread block's it is, and how many those are.
+    """
+    row, together = rows
     lane, warp, turn = place
     if lane == 0:
         sSums[warp, turn] = number
-    cute.arch.sync_threads()
+    if cutlass.const_expr(together > 1):
+        cute.arch.barrier(barrier_id=row + 1, number_of_threads=warps * LANES)
+    else:
+        cute.arch.sync_threads()
     return folded([Float32(sSums[each, turn]) for each in range(warps)])
+
+
+def brief_factor_of(total: Any, epsilon: Any, warps: int) -> Any:
+    """Return a row's norm factor, which is factor_of, from its total."""
+    columns = warps * OF_WHOLE_WARP
+    return brief_factor(
+        total, epsilon, columns, lambda total: factor_of(total, columns, epsilon, square_root)
+    )

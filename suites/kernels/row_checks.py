@@ -204,6 +204,11 @@ def norm_cases() -> list[NormCase]:
             made.append(NormCase(NormProblem(70, 272, 1e-20, layout=named), kind, 4))
     made.append(NormCase(NormProblem(77, 80), "rows"))
     made.append(NormCase(NormProblem(3000, 7168, layout="128x4", weight="fp32"), "rows"))
+    # Several rows to a thread block, some of which have none.
+    for layout, kind in zip((*LAYOUTS, *LAYOUTS), SPREADS, strict=True):
+        made.append(
+            NormCase(NormProblem(rmsnorm_problem.LEAST_TOGETHER + 21, 7168, layout=layout), kind, 5)
+        )
     return made
 
 

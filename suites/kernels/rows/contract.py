@@ -124,10 +124,15 @@ def _code(target: str) -> Iterator[MachineCode]:
         summed = ResidualProblem(1, columns, 1e-6, weight, rounded)
         summed_form = problem.choose_residual_form(summed, target)
         slow = (columns, weight, rounded) != (7168, "fp32", False)
-        yield MachineCode("simt_residual_norm", summed_form, 128, fused=SQUARES, slow=slow)
+        yield MachineCode(
+            "simt_residual_norm", summed_form, 128, fused=SQUARES, slow=slow,
+            reads_early=summed_form.reads_weight_early, more=_reads_its_weight_early,
+        )  # fmt: skip
     for columns, weight, layout in product((512, 7168, 16_384), NORM_WEIGHTS, (None, *LAYOUTS)):
         for keeps_values in (False, True)[: 2 if layout else 1]:
             yield _norm_code(NormProblem(1, columns, 1e-6, weight, layout, keeps_values), target)
+    for weight, layout in product(NORM_WEIGHTS, LAYOUTS):
+        yield _norm_code(NormProblem(8192, 7168, 1e-6, weight, layout), target)
     yield from _joined_code(target)
     for name, routed in ROUTERS.items():
         many = replace(routed, tokens=router_problem.FEW_TOKENS + 1)
@@ -193,13 +198,33 @@ def _norm_code(norm: NormProblem, target: str) -> MachineCode:
     registers = 65_536 // problem.norm_threads_declared(form) // 8 * 8
     # Rounding to a code takes one addition a value.
     of_codes = 32 if norm.layout and not TARGETS[target].converts_e2m1 else 0
-    usual = {NormProblem(1, 7168), NormProblem(1, 7168, layout="128x4")}
+    usual = {
+        NormProblem(1, 7168), NormProblem(1, 7168, layout="128x4"),
+        NormProblem(8192, 7168, layout="128x4"),
+    }  # fmt: skip
     # Four chunks of the first row, and of each next one.
-    asked = 8 if form.warps and form.ahead else 0
+    asked = 8 if form.coded_lines else 0
+    # The mean of columns that are no power of two, its root, and the root's inverse.
+    of_factor = 2 * (norm.columns.bit_count() > 1) + 2 + 4
+    # The upper halves of words that are coded.
+    of_halves = 16 if form.together == 1 and not form.converts else 0
+    of_lines = of_factor + of_halves if form.coded_lines else 0
     return MachineCode(
-        "simt_rmsnorm", form, registers, 1024, fused=SQUARES + of_codes,
+        "simt_rmsnorm", form, registers, 1024, fused=SQUARES + of_codes + of_lines,
         counts={"cp.async.cg.shared.global": asked}, slow=norm not in usual,
+        reads_early=not form.warps, more=_reads_its_weight_early,
     )  # fmt: skip
+
+
+def _reads_its_weight_early(
+    kernel: CompiledKernel, form: problem.NormForm | problem.ResidualForm
+) -> None:
+    """Read a thread's weights before the wait, of two blocks or of halves of four; or nothing."""
+    if form.reads_weight_early if isinstance(form, problem.ResidualForm) else not form.warps:
+        vectors = 8 if form.weight == "fp32" else 4
+        # A B200 reads 32 bytes at once where no instruction says otherwise.
+        wide = TARGETS[form.target].converts_e2m1 and not form.warps
+        require_early_reads_alone(kernel.ptx, vectors // 2 if wide else vectors)
 
 
 def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
