@@ -49,6 +49,9 @@ TILES_OF_SPLIT = 9  # 576 keys: 1024 + 128 are two equal splits, and 64 tokens f
 TILES_OF_SPLIT_OF_V32 = 16  # 2048 keys are two equal splits
 TILES_OF_FOUR_SPLITS = 10  # up to 640 keys of few tokens; beyond, splits for another kernel
 SPLITS_APART = 16
+MERGED_AT_ONCE = (4, 8, 16, 24, 32)
+HEADS_OF_BLOCKS = (16, 32, 64)  # of a token's heads; rows of a wgmma beyond them stay zeros
+FEW_BLOCKS = 72  # where dividing heads further paid: 128 thread blocks took longer than 64
 MODES = ("prefill", "decode")
 SM90A = "sm_90a"
 EXPERIMENT = "experiment-nvfp4"  # queries in NVFP4 as well; docs/design-notes/attention_kernel.md
@@ -189,12 +192,6 @@ class AttentionProblem:
         return sum(key_list.tiles for key_list in self.lists)
 
     @property
-    def head_groups(self) -> int:
-        """Return the number of thread blocks that share a token's keys."""
-        made: int = ceil_div(self.heads, HEADS)
-        return made
-
-    @property
     def operations(self) -> int:
         """Return multiplications plus additions of both products if all keys count."""
         return 2 * self.tokens * self.heads * self.keys * (self.family.key + rows.WIDTH)
@@ -243,10 +240,11 @@ class MergeProblem:
 
 @dataclass(frozen=True)
 class MergeForm:
-    """Compile-time parameters of the merge kernel; the number of splits is free."""
+    """Compile-time parameters of the merge kernel; up to `at_once` splits are merged."""
 
     target: str
     sinks: bool = True
+    at_once: int = 8  # splits, whose sums are all asked for before anything is known of them
 
 
 @dataclass(frozen=True)
@@ -441,13 +439,21 @@ def few_token_splits(lists: Iterable[KeyList], heads: int, *, most: bool) -> int
     """
     several = tuple(lists)
     tiles: int = sum(key_list.tiles for key_list in several)
+    of_v32 = all(key_list.pages.width == V32.key for key_list in several)
     if tiles <= TILES_OF_FOUR_SPLITS:
-        return min(tiles, 4)
-    if most:
-        return min(tiles, SPLITS_APART)
-    if all(key_list.pages.width == V32.key for key_list in several):
-        return 4 if heads > HEADS else 8
-    return 3 if heads > HEADS else 4
+        count = 4
+    elif most:
+        count = SPLITS_APART
+    elif of_v32:
+        count = 4 if heads > HEADS else 8
+    else:
+        count = 3 if heads > HEADS else 4
+    each: int = ceil_div(tiles, count) or 1
+    if of_v32 and all(key_list.pages.format.code_bits == E4M3_BITS for key_list in several):
+        each += each % 2  # tiles come in pairs
+    # None is empty: so many splits have as many tiles each as `count` of them, and the same bits.
+    made: int = ceil_div(tiles, each)
+    return made
 
 
 def choose_splits(problem: AttentionProblem) -> int:
@@ -468,6 +474,19 @@ def decodes_in_turns(problem: AttentionProblem) -> bool:
     """
     coded = problem.window.pages.format.code_bits == E4M3_BITS
     return problem.mode == "decode" and coded and problem.family is V32
+
+
+def heads_of_block(problem: AttentionProblem) -> int:
+    """Return the heads of a thread block on Hopper: fewer in decoding with few thread blocks.
+
+    It then reads fewer queries and writes fewer sums. A head has the same bits in any.
+    """
+    if problem.mode == "decode":
+        blocks = problem.tokens * choose_splits(problem)
+        for heads in HEADS_OF_BLOCKS:
+            if blocks * ceil_div(problem.heads, heads) <= FEW_BLOCKS:
+                return heads
+    return HEADS
 
 
 def rows_of_pages(pages: Pages) -> Pages:
@@ -504,9 +523,10 @@ def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
     return replace(form, entry=ROWS if reads else entry, turns=reads or entry == ROWS, reads=reads)
 
 
-def grid(problem: AttentionProblem) -> int:
+def grid(problem: AttentionProblem, heads: int = HEADS) -> int:
     """Return the number of thread blocks: tokens, groups of heads, splits (fastest)."""
-    return problem.tokens * choose_splits(problem) * problem.head_groups
+    groups: int = ceil_div(problem.heads, heads)
+    return problem.tokens * choose_splits(problem) * groups
 
 
 # ---- ints and kernels ----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ The second kernel of sparse attention with more splits than merge in a cluster, 
 that the merges in a cluster share. Reads sums [T, splits, H, 512] and (peak, total) [T, splits, H,
 2] in float32; peaks are to base 2. A thread block has a head of a token, a thread four of its 512
 values. Splits are added in their order relative to the largest peak, so the result is the same in
-every run. A split without keys has peak -inf and total 0: its sums are not read, they may be
+every run. A split without keys has peak -inf and total 0: its sums are not used, they may be
 uninitialised.
 """
 
@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.attention import instructions as ptx
-from degarble.kernels.attention.problem import MergeForm, MergeProblem
+from degarble.kernels.attention.problem import MERGED_AT_ONCE, MergeForm, MergeProblem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.runtime.kernel import Kernel, Operand, Presence, Storage
 from degarble.kernels.runtime.pdl import EARLY, follow
@@ -26,7 +26,6 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 VALUES = 4  # of a thread
 THREADS = rows.WIDTH // VALUES
-AT_ONCE = 8  # splits whose sums are loaded before the first is used: 32 registers
 
 
 class MergeAddresses(NamedTuple):
@@ -79,16 +78,19 @@ class ReadSplit(NamedTuple):
     words: list[Any]  # four float32
 
 
-def split_of(split: Any, extents: tuple[Any, Any], lanes: tuple[Any, Any], start: Any) -> ReadSplit:
-    """Issue the reads of a thread's sums of a split; total and factor come from its lane."""
+def words_of(split: Any, extents: tuple[Any, Any], start: Any) -> list[Any]:
+    """Issue the reads of a thread's sums of a split; nothing waits for its total."""
     heads, splits = extents
+    at = start + Int64(ops.minimum(split, splits - 1)) * Int64(heads) * (4 * rows.WIDTH)
+    return ptx.words_if(at, ops.select(split < splits, Uint32(1), Uint32(0)), VALUES)
+
+
+def split_of(split: Any, splits: Any, lanes: tuple[Any, Any], words: list[Any]) -> ReadSplit:
+    """Return a split's sums beside its total and factor, which come from its lane."""
     lane = ops.minimum(split, splits - 1)
     total, factor = (cute.arch.shuffle_sync(each, lane) for each in lanes)
-    # A split without keys: its sums may be uninitialised.
-    counts = (split < splits) & (total != 0.0)
-    at = start + Int64(lane) * Int64(heads) * (4 * rows.WIDTH)
-    words = ptx.words_if(at, ops.select(counts, Uint32(1), Uint32(0)), VALUES)
-    return ReadSplit(counts, total, factor, words)
+    # A split without keys: its sums may be uninitialised, and are not used.
+    return ReadSplit((split < splits) & (total != 0.0), total, factor, words)
 
 
 def added_splits(total: Any, sums: Any, some: list[ReadSplit]) -> Any:
@@ -106,17 +108,20 @@ def merge_kernel(
     addresses: MergeAddresses, extents: tuple[Any, ...], form: cutlass.Constexpr
 ) -> None:
     """Merge one head of one token per thread block."""
-    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     heads, splits = extents
     token, head = block // heads, block % heads
     first = Int64(token) * Int64(splits) * Int64(heads) + Int64(head)
-    sink = sink_of(addresses.sink, head, form.sinks)
     # Each lane reads the peak and the total of one split, so every warp has all of them at once.
     own = ops.minimum(thread % rows.LANES, splits - 1)
     stats_at = addresses.stats + (first + Int64(own) * Int64(heads)) * 8
+    start = addresses.sums + (first * rows.WIDTH + Int64(thread) * VALUES) * 4
+    follow()
     peak, of_split = ptx.single_at(stats_at), ptx.single_at(stats_at + 4)
+    # Asked for before anything is known of the splits: one wait for both.
+    asked = [words_of(Int32(i), extents, start) for i in range(form.at_once)]
+    sink = sink_of(addresses.sink, head, form.sinks)
     # Lanes without a split repeat the last one's peak.
     largest = peak
     for distance in (1, 2, 4, 8, 16):
@@ -125,10 +130,8 @@ def merge_kernel(
     total = Float32(0.0)
     sums = cute.make_rmem_tensor(VALUES, Float32)
     sums.fill(0.0)
-    start = addresses.sums + (first * rows.WIDTH + Int64(thread) * VALUES) * 4
-    for begin in cutlass.range(Int32(0), splits, AT_ONCE, unroll=1):
-        some = [split_of(begin + i, extents, (of_split, factor), start) for i in range(AT_ONCE)]
-        total = added_splits(total, sums, some)
+    some = [split_of(Int32(i), splits, (of_split, factor), asked[i]) for i in range(form.at_once)]
+    total = added_splits(total, sums, some)
     inverse = inverse_total(total, largest, sink)
     words = [
         ptx.pair_rounded(*(ops.multiply_rn(sums[i + j], inverse) for j in range(2)))
@@ -161,6 +164,14 @@ _Operand = Operand[MergeProblem]
 _FP32 = Storage(Uint8, torch.float32, 16, assumed=4)
 _NUMBERS, _OUT = Storage(Uint8, torch.float32, 4), Storage(Uint8, torch.bfloat16, 16, assumed=4)
 _SINKS = Presence[MergeProblem](lambda of: of.sinks, "V4 has one a head, V3.2 none.")
+
+
+def choose_form(problem: MergeProblem, target: str) -> MergeForm:
+    """Return the form that loads all splits at once."""
+    at_once = next(each for each in MERGED_AT_ONCE if each >= problem.splits)
+    return MergeForm(target, problem.sinks, at_once)
+
+
 KERNEL = Kernel[MergeProblem, MergeForm](
     entry=launch_merge,
     operands=(
@@ -172,7 +183,7 @@ KERNEL = Kernel[MergeProblem, MergeForm](
         ),
         _Operand("lse", _NUMBERS, lambda p: (p.tokens, p.heads), output=True, label="LSE"),
     ),
-    choose_form=lambda problem, target: MergeForm(target, problem.sinks),
+    choose_form=choose_form,
     kinds=((Int32,) * 3,),
     numbers=lambda of: (
         (of.problem.heads, of.problem.splits, of.problem.tokens * of.problem.heads),

@@ -76,6 +76,7 @@ class AttentionBlock(NamedTuple):
     tokens: Any
     heads: Any
     splits: Any
+    end: Any  # behind the last head of this thread block
 
 
 class AttentionLane(NamedTuple):
@@ -117,12 +118,13 @@ def attention_kernel(
     plan, (multiplying, bringing) = facts.plan_of(form), facts.registers(form.format)
     begin_barriers(memory, plan)
     cute.arch.sync_threads()
-    follow()
 
+    # Each role waits for the previous launch when it has its registers, and knows its place.
     place = place_of(extents)
-    lists, widths, walk = lists_of(addresses, extents, place, form)
     if group >= facts.CONSUMERS:
         cute.arch.setmaxregister_decrease(bringing)
+        follow()
+        lists, widths, walk = lists_of(addresses, extents, place, form)
         inside = form.format.inside
         produce = gather.produce_with_key if inside else gather.produce
         produce(lists, widths, walk, memory.places, plan)
@@ -130,7 +132,9 @@ def attention_kernel(
     else:
         cute.arch.setmaxregister_increase(multiplying)
         lane = lane_of(group, thread)
+        follow()
         load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
+        _, _, walk = lists_of(addresses, extents, place, form)
         output = wgmma_of_output(facts.columns_at_once(form.format))
         sums = mainloop.sums_of(output, facts.COLUMNS)
         # A split without tiles leaves zeros.
@@ -259,10 +263,12 @@ def layout_of_values(width: int) -> Any:
 def place_of(extents: tuple[Any, ...], seen: Any = Int32) -> AttentionBlock:
     """Return the work of this thread block: splits count fastest, then groups of heads."""
     block = seen(cute.arch.block_idx()[0])
-    tokens, heads, splits, *_ = extents
-    groups = (heads + facts.HEADS - 1) // facts.HEADS
+    tokens, heads, splits, *_, of_block = extents
+    groups = (heads + of_block - 1) // of_block
     token, rest = block // (groups * splits), block % (groups * splits)
-    return AttentionBlock(token, rest % splits, rest // splits * facts.HEADS, tokens, heads, splits)
+    head = rest // splits * of_block
+    end = ops.minimum(head + of_block, heads)
+    return AttentionBlock(token, rest % splits, head, tokens, heads, splits, end)
 
 
 def lists_of(
@@ -272,8 +278,8 @@ def lists_of(
     form: AttentionForm,
 ) -> tuple[Any, Any, Any]:
     """Return the token's lists, their widths in tiles, and the walk of this split."""
-    *_, each, near_width, near_entries, near_stride, near_capacity = extents[:8]
-    far_width, far_entries, far_stride, far_capacity = extents[8:]
+    each, near_width, near_entries, near_stride, near_capacity = extents[3:8]
+    far_width, far_entries, far_stride, far_capacity = extents[8:12]
     kept = near_width, far_width
     if form.lengths:
         at = addresses.near_lengths, addresses.far_lengths
@@ -328,7 +334,7 @@ def load_queries(q: Any, place: AttentionBlock, queries_at: Any, chunks: int) ->
     for turn in range(facts.HEADS * chunks // CONSUMER_THREADS):
         item = Uint32(thread) + turn * CONSUMER_THREADS
         row, chunk = item // chunks, item % chunks
-        exists = place.head + Int32(row) < place.heads
+        exists = place.head + Int32(row) < place.end
         kept = ops.select(exists, row, Uint32(0))
         source = q + ((first + Int64(kept)) * chunks + Int64(chunk)) * gather.CHUNK
         size = ops.select(exists, Uint32(gather.CHUNK), Uint32(0))
@@ -593,7 +599,7 @@ def store_partial(
     sums, peaks, totals = state
     for row in cutlass.range_constexpr(2):
         head = place.head + lane.row + 8 * row
-        if head < place.heads:
+        if head < place.end:
             of_token = Int64(place.token) * Int64(place.splits) + Int64(place.split)
             number = of_token * Int64(place.heads) + Int64(head)
             if (lane.quad == 0) & (lane.half == 0):
@@ -620,7 +626,7 @@ def store_output(
     for row in cutlass.range_constexpr(2):
         head = place.head + lane.row + 8 * row
         sink = Float32(0.0)
-        if head < place.heads:
+        if head < place.end:
             sink = merging.sink_of(addresses.sink, head, sinks)
             if (lane.quad == 0) & (lane.half == 0):
                 number = Int64(place.token) * Int64(place.heads) + Int64(head)
@@ -643,7 +649,7 @@ def store_output(
     for turn in cutlass.range_constexpr(16):
         within = lane.warp * 16 + turn
         head = place.head + within
-        if head < place.heads:
+        if head < place.end:
             from_ = gather.address_in_tile(Uint32(within), first + Uint32(lane.lane))
             words = shared.shared_words(tiles_at + from_, 4)
             number = Int64(place.token) * Int64(place.heads) + Int64(head)

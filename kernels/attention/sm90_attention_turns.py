@@ -62,20 +62,24 @@ def turns_kernel(
     multiplying, bringing = facts.registers_in_turns(plan)
     begin_barriers(memory, plan, form)
     cute.arch.sync_threads()
-    follow()
 
+    # Each role waits for the previous launch when it has its registers, and knows its place.
     place = base.place_of(extents)
-    lists, widths, walk = base.lists_of(addresses, extents, place, form)
-    pairs = (walk[2] + 1) // 2
     if group >= facts.CONSUMERS:
         cute.arch.setmaxregister_decrease(bringing)
+        follow()
+        lists, widths, walk = base.lists_of(addresses, extents, place, form)
+        pairs = (walk[2] + 1) // 2
         even = walk[0], walk[1], 2 * pairs, walk[2]
         producer_of(form.format)(lists, widths, even, memory.places, plan)
         base.stay_for_others(form)
     else:
         cute.arch.setmaxregister_increase(multiplying)
         lane = base.lane_of(group, thread)
+        follow()
         base.load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
+        _, _, walk = base.lists_of(addresses, extents, place, form)
+        pairs = (walk[2] + 1) // 2
         at_once = facts.columns_at_once(form.format)
         sums = mainloop.sums_of(base.wgmma_of_output(at_once), facts.COLUMNS)
         # A split without tiles leaves zeros.

@@ -140,7 +140,9 @@ def _numbers(of: LaunchContext[AttentionProblem, AttentionForm]) -> tuple[Any, .
         pages = facts.rows_of_pages(key_list.pages) if of.form.reads else key_list.pages
         of_lists += [key_list.width, pages.entries, pages.stride, pages.slots]
     splits, each = facts.choose_splits(problem), facts.tiles_each(problem)
-    extents = (problem.tokens, problem.heads, splits, each, *of_lists, facts.grid(problem))
+    heads = facts.heads_of_block(problem) if of.form.target == SM90A.name else facts.HEADS
+    blocks = facts.grid(problem, heads)
+    extents = (problem.tokens, problem.heads, splits, each, *of_lists, heads, blocks)
     return extents, problem.scale
 
 
@@ -231,7 +233,7 @@ KERNEL = Kernel[AttentionProblem, AttentionForm](
         ),
     ),
     choose_form=facts.choose_form,
-    kinds=((Int32,) * 13, Float32),
+    kinds=((Int32,) * 14, Float32),
     numbers=_numbers,
     work=lambda problem: problem.tokens,
     target=SM90A,

@@ -183,6 +183,7 @@ CODE = [
         for target in TARGETS
     ),
     *(MachineCode("simt_attention_merge", MergeForm(target)) for target in TARGETS),
+    MachineCode("simt_attention_merge", MergeForm("sm_90a", at_once=max(facts.MERGED_AT_ONCE))),
     *(
         MachineCode(
             "sm90_sparse_attention", form, facts.REGISTER_FILE // facts.threads(form.format),

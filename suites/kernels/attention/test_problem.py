@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -113,8 +114,9 @@ def test_lanes_take_every_code_of_a_tile_once(entry: EntryFormat) -> None:
     [
         ((OF_V32.window,), 128, 16, 4),
         ((OF_V32.window,), 16, 16, 8),
-        (PROBLEM.lists, 128, 16, 3),
-        (PROBLEM.lists, 64, 16, 4),
+        (PROBLEM.lists, 128, 9, 3),
+        (PROBLEM.lists, 64, 9, 4),
+        ((KeyList(2500, PAGES_OF_V32),), 128, 10, 4),
         ((KeyList(640, PAGES),), 128, 4, 4),
         ((KeyList(65, PAGES),), 64, 2, 2),
     ],
@@ -123,8 +125,40 @@ def test_splits_of_few_tokens(
     lists: tuple[KeyList, ...], heads: int, of_few: int, of_more: int
 ) -> None:
     """What 16 tokens have run beside each other, in clusters that fit or with a second kernel."""
-    assert facts.few_token_splits(lists, heads, most=True) == of_few
-    assert facts.few_token_splits(lists, heads, most=False) == of_more
+    for most, count in ((True, of_few), (False, of_more)):
+        assert facts.few_token_splits(lists, heads, most=most) == count
+        # None of them is empty.
+        window, entries = (*lists, None)[:2]
+        assert window is not None
+        problem = AttentionProblem(1, heads, window, entries, "decode", splits=count, scale=0.1)
+        assert facts.tiles_each(problem) * (count - 1) < problem.tiles
+
+
+@pytest.mark.parametrize("count", range(1, 33))
+def test_splits_without_empty_ones_have_the_same_keys(count: int) -> None:
+    """So the bits are those of `count` splits, of which the last ones had no keys."""
+    for tiles, pairs in product(range(1, 200), (1, 2)):
+        each = -(-tiles // count)
+        each += each % pairs
+        kept = -(-tiles // each)
+        again = -(-tiles // kept)
+        assert again + again % pairs == each
+
+
+def test_few_tokens_have_fewer_heads_a_thread_block() -> None:
+    for tokens, heads, splits, each in (
+        (1, 128, 9, 16),
+        (1, 128, 18, 32),
+        (2, 64, 9, 16),
+        (1, 8, 9, 16),
+        (16, 128, 3, 64),
+        (16, 64, 4, 64),  # halves would be 128 thread blocks
+        (3, 64, 2, 16),
+        (64, 64, 2, 64),
+    ):
+        problem = replace(PROBLEM, tokens=tokens, heads=heads, splits=splits)
+        assert facts.heads_of_block(problem) == each
+        assert facts.heads_of_block(replace(problem, mode="prefill", splits=0)) == facts.HEADS
 
 
 def test_figures_follow() -> None:

@@ -199,6 +199,21 @@ def test_a_cluster_merges_as_the_kernel_does(
 
 
 @pytest.mark.h200
+@pytest.mark.parametrize("case", [replace(V4, splits=9), replace(V32, splits=16)])
+def test_fewer_heads_of_a_thread_block_have_the_same_bits(
+    case: checks.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(case, tokens=1, heads=70, seed=7)
+    given = checks.drawn(case)
+    assert facts.heads_of_block(case.problem) < facts.HEADS
+    few = checks.on_device(case, given)
+    monkeypatch.setattr(facts, "heads_of_block", lambda _problem: facts.HEADS)
+    many = checks.on_device(case, given)
+    assert torch.equal(few[0], many[0])
+    assert torch.equal(few[1], many[1])
+
+
+@pytest.mark.h200
 def test_a_slot_beyond_the_cache_is_nan_for_its_token_alone() -> None:
     case = checks.Case(tokens=3, far=700, seed=2)
     given = checks.drawn(case)
