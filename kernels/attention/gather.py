@@ -363,6 +363,51 @@ class TileAddresses(NamedTuple):
     codes: Any  # of the next tile
 
 
+class NextQueries(NamedTuple):
+    """Queries of the next token or group of heads: where they are, and whether there is room."""
+
+    q: Any  # address
+    place: Any  # token and heads
+    queries_at: Any
+    full: Any  # barriers: every thread's copies; the warps that multiply
+    empty: Any
+    phase: Any  # of the empty one
+
+
+LANES_OF_ROW = 8  # lanes that bring 128 bytes of a row
+ROWS_AT_ONCE = rows.LANES // LANES_OF_ROW
+BLOCK_BYTES = facts.TILE * 128
+
+
+def targets_of_rows(tiles_at: Any, lane: Any, warp: Any, how: Any) -> tuple[Any, Any]:
+    """Return where a lane's chunk lies in its first row, and in the row four further on."""
+    first = warp * how.rows_of_warp + lane // LANES_OF_ROW
+    chunk = lane % LANES_OF_ROW
+    upper, lower = (tiles_at + address_in_tile(row, chunk) for row in (first, first + ROWS_AT_ONCE))
+    return upper, lower
+
+
+@cute.jit
+def bring_queries(of: NextQueries, how: cutlass.Constexpr) -> None:
+    """Copy 64 heads as soon as the last ones are done with; rows without a head become zeros."""
+    lane, warp = standpoint(how)
+    targets = targets_of_rows(of.queries_at, lane, warp, how)
+    place, width = of.place, how.entry.width
+    first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
+    shared.await_phase(of.empty, of.phase)
+    for turn in cutlass.range_constexpr(how.rows_of_warp // ROWS_AT_ONCE):
+        row = warp * how.rows_of_warp + lane // LANES_OF_ROW + turn * ROWS_AT_ONCE
+        exists = place.head + Int32(row) < place.end
+        source = of.q + (first + Int64(ops.select(exists, row, Uint32(0)))) * (2 * width)
+        source = source + Int64(lane % LANES_OF_ROW) * CHUNK
+        size = ops.select(exists, Uint32(CHUNK), Uint32(0))
+        # Rows eight apart have the same swizzle.
+        for block in cutlass.range_constexpr(width // 64):
+            to = targets[turn % 2], turn // 2 * 1024 + block * BLOCK_BYTES
+            ptx.copy_16_at(to, (source, block * 128), size)
+    ptx.arrive_behind_copies(of.full)
+
+
 def prepared_turns(
     following: GatheredRows,
     factors: list[Any],

@@ -187,6 +187,15 @@ def store_16_if(address: Any, words: list[Any], taken: Any) -> None:
     emit(text, [], address, *words, ops.select(taken, Uint32(1), Uint32(0)))
 
 
+def store_16_where(address: Any, words: list[Any], taken: Any) -> None:
+    """Write 16 bytes to global memory if `taken`."""
+    text = (
+        "{ .reg .pred part; setp.ne.u32 part, {$r5}, 0; "
+        "@part st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}; }"
+    )
+    emit(text, [], address, *words, ops.select(taken, Uint32(1), Uint32(0)))
+
+
 def store_8_if(address: Any, words: list[Any], taken: Any) -> None:
     """Write 8 bytes to global memory if `taken`."""
     text = (

@@ -227,6 +227,11 @@ class AttentionForm:
         """Return whether each head has a sink."""
         return FAMILIES[self.width].sinks
 
+    @property
+    def stays(self) -> bool:
+        """Return whether thread blocks go on to other tokens: prefill in turns, without splits."""
+        return self.turns and not self.format.code_bytes
+
 
 @dataclass(frozen=True)
 class MergeProblem:

@@ -47,6 +47,8 @@ EXCHANGE, SHARES_READY, QUERIES_READY = 1, 2, 3  # barriers of the warpgroups th
 CONSUMER_THREADS = facts.CONSUMER_THREADS
 # In powers of two. Rescaling at every new peak cost 5 % of prefill (attention_kernel.md).
 LEEWAY = 8.0  # a peak moves where it is passed by a factor of more than 2**8: seldom
+STAGED_CHUNKS = 4  # of a row, as it leaves by way of shared memory
+STAGED_BYTES = 16 * STAGED_CHUNKS * gather.CHUNK  # of a warp's rows
 CHUNKS_OF_HALF = facts.COLUMNS // rows.HALF
 
 
@@ -100,7 +102,7 @@ class Sm90AttentionMemory(NamedTuple):
     shares_at: Any
     counts_at: Any  # float32 [2 warpgroups, 64 rows]: maxima, later totals
     partner_at: Any  # where logits are exchanged
-    given: Any  # the barrier of what another thread block gives
+    given: Any  # the barrier of what another thread block gives, or those of queries
     places: gather.TileAddresses
 
 
@@ -135,18 +137,28 @@ def attention_kernel(
         follow()
         load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
         _, _, walk = lists_of(addresses, extents, place, form)
-        output = wgmma_of_output(facts.columns_at_once(form.format))
-        sums = mainloop.sums_of(output, facts.COLUMNS)
-        # A split without tiles leaves zeros.
-        sums.fill(0.0)
-        peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        # No key yet: exp2(-inf - anything finite) is 0.
-        peaks.fill(-float("inf"))
-        totals.fill(0.0)
-        state = sums, peaks, totals
+        state = state_of(form)
+        begin_split(state)
         consume(memory, lane, walk[2], state, (scale, form.format))
-        share_totals(memory, lane, totals)
+        share_totals(memory, lane, state[2])
         finish(addresses, (place, lane), state, memory, form)
+
+
+def state_of(form: AttentionForm) -> tuple[Any, Any, Any]:
+    """Return registers for a thread's sums, and for peaks and totals of its two rows."""
+    output = wgmma_of_output(facts.columns_at_once(form.format))
+    sums = mainloop.sums_of(output, facts.COLUMNS)
+    peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    return sums, peaks, totals
+
+
+def begin_split(state: tuple[Any, Any, Any]) -> None:
+    """Forget everything; a split without tiles leaves zeros."""
+    sums, peaks, totals = state
+    sums.fill(0.0)
+    # No key yet: exp2(-inf - anything finite) is 0.
+    peaks.fill(-float("inf"))
+    totals.fill(0.0)
 
 
 @cute.jit
@@ -231,7 +243,7 @@ def shared_memory(form: AttentionForm) -> Sm90AttentionMemory:
         for at, layout in zip(pointers, layouts, strict=True)
     ]
     counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
-    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES * parts + 1)
+    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES * parts + 1 + form.stays)
     masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
     queries_at, keys_at, shares_at = (Uint32(at.toint()) for at in pointers)
     codes, partner = (
@@ -261,8 +273,12 @@ def layout_of_values(width: int) -> Any:
 
 
 def place_of(extents: tuple[Any, ...], seen: Any = Int32) -> AttentionBlock:
-    """Return the work of this thread block: splits count fastest, then groups of heads."""
-    block = seen(cute.arch.block_idx()[0])
+    """Return the work of this thread block."""
+    return place_of_item(seen(cute.arch.block_idx()[0]), extents)
+
+
+def place_of_item(block: Any, extents: tuple[Any, ...]) -> AttentionBlock:
+    """Return the work of that number: splits count fastest, then groups of heads."""
     tokens, heads, splits, *_, of_block = extents
     groups = (heads + of_block - 1) // of_block
     token, rest = block // (groups * splits), block % (groups * splits)
@@ -611,6 +627,89 @@ def store_partial(
                 ptx.store_pair(to, sums[at], sums[at + 1])
 
 
+def sinks_of(
+    addresses: AttentionAddresses, place: AttentionBlock, lane: AttentionLane, sinks: bool
+) -> list[Any]:
+    """Issue the reads of the sinks of a thread's two rows; of a row without a head, of any."""
+    heads = [ops.minimum(place.head + lane.row + 8 * row, place.heads - 1) for row in range(2)]
+    return [merging.sink_of(addresses.sink, head, sinks) for head in heads]
+
+
+@cute.jit
+def inverses_of(
+    addresses: AttentionAddresses,
+    place: AttentionBlock,
+    lane: AttentionLane,
+    stats: tuple[Any, Any],
+    sinks: cutlass.Constexpr,
+) -> list[Any]:
+    """Write LSE; return what a thread's two rows are multiplied by.
+
+    Sinks are whether there are any, or those of both rows.
+    """
+    peaks, totals = stats
+    inverses = []
+    for row in cutlass.range_constexpr(2):
+        head = place.head + lane.row + 8 * row
+        sink = Float32(0.0)
+        if head < place.end:
+            if cutlass.const_expr(isinstance(sinks, bool)):
+                sink = merging.sink_of(addresses.sink, head, sinks)
+            else:
+                sink = sinks[row]
+            if (lane.quad == 0) & (lane.half == 0):
+                number = Int64(place.token) * Int64(place.heads) + Int64(head)
+                ptx.store_single(
+                    addresses.lse + number * 4, merging.lse_of(totals[row], peaks[row])
+                )
+        # One division a row; elements are multiplied by the inverse.
+        inverses.append(merging.inverse_total(totals[row], peaks[row], sink))
+    return inverses
+
+
+@cute.jit
+def store_rows(
+    addresses: AttentionAddresses,
+    place: Any,
+    lane: Any,
+    state: tuple[Any, Any, Any],
+    more: tuple[Any, list[Any]],
+) -> None:
+    """Divide, round once, and write rows by way of 1,024 bytes of a warp, 32 columns at once.
+
+    Tiles of the next item may have come already. Shares of second tiles are written by warps that
+    have passed `FIRST` again, and so has every warp's own part of this.
+    """
+    sums, peaks, totals = state
+    staged_at, sinks = more
+    inverses = inverses_of(addresses, place, lane, (peaks, totals), sinks)
+    warp = Uint32(lane.half) * (facts.WARPGROUP // rows.LANES) + Uint32(lane.warp)
+    at = staged_at + warp * STAGED_BYTES
+    of_lane = Uint32(lane.lane)
+    own, chunk = of_lane // STAGED_CHUNKS, of_lane % STAGED_CHUNKS
+    first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
+    for begin in cutlass.range_constexpr(0, facts.COLUMNS // 8, STAGED_CHUNKS):
+        for row in cutlass.range_constexpr(2):
+            for block in cutlass.range_constexpr(STAGED_CHUNKS):
+                number = (begin + block) * 4 + 2 * row
+                pair = [ops.multiply_rn(sums[number + i], inverses[row]) for i in range(2)]
+                to = at + staged_place(own + 8 * row, Uint32(block)) + chunk * 4
+                ptx.store_word(to, ptx.pair_rounded(pair[0], pair[1]))
+        cute.arch.sync_warp()
+        for row in cutlass.range_constexpr(2):
+            within = lane.warp * 16 + Int32(own) + 8 * row
+            words = shared.shared_words(at + staged_place(own + 8 * row, chunk), 4)
+            to = (first + Int64(within)) * gather.CHUNKS + Int64(lane.half * CHUNKS_OF_HALF)
+            to = addresses.out + (to + begin + Int64(chunk)) * gather.CHUNK
+            ptx.store_16_where(to, words, place.head + within < place.end)
+        cute.arch.sync_warp()
+
+
+def staged_place(row: Any, chunk: Any) -> Any:
+    """Return the byte of a chunk in a warp's rows of 64 bytes; eight lanes meet all banks."""
+    return row * (STAGED_CHUNKS * gather.CHUNK) + (chunk ^ row // 2 % STAGED_CHUNKS) * gather.CHUNK
+
+
 @cute.jit
 def store_output(
     addresses: AttentionAddresses,
@@ -622,19 +721,7 @@ def store_output(
     """Divide by the sum with the sink, round once, and write rows through shared memory."""
     sums, peaks, totals = state
     tiles_at, sinks = more
-    inverses = []
-    for row in cutlass.range_constexpr(2):
-        head = place.head + lane.row + 8 * row
-        sink = Float32(0.0)
-        if head < place.end:
-            sink = merging.sink_of(addresses.sink, head, sinks)
-            if (lane.quad == 0) & (lane.half == 0):
-                number = Int64(place.token) * Int64(place.heads) + Int64(head)
-                ptx.store_single(
-                    addresses.lse + number * 4, merging.lse_of(totals[row], peaks[row])
-                )
-        # One division a row; elements are multiplied by the inverse.
-        inverses.append(merging.inverse_total(totals[row], peaks[row], sink))
+    inverses = inverses_of(addresses, place, lane, (peaks, totals), sinks)
     # Half of a tile's columns, 64 rows of them, is as much as this warpgroup writes; nobody else
     # reads or writes them any more.
     first = Uint32(lane.half) * CHUNKS_OF_HALF

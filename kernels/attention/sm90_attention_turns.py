@@ -1,9 +1,10 @@
 """Sparse attention on Hopper whose two warpgroups weigh in turns.
 
 Prefill from BF16 entries, and V3.2's decoding from E4M3. A thread block has one token, 64 heads and
-a split. Tiles of 64 keys come in pairs. Warpgroup 0 has the logits of a pair's first tile,
-warpgroup 1 those of its second; each has half of the output's columns, of all tiles. While one
-weighs, the other's products keep the matrix unit busy.
+a split; in prefill it goes on to further tokens and groups of heads. Tiles of 64 keys come in
+pairs. Warpgroup 0 has the logits of a pair's first tile, warpgroup 1 those of its second; each has
+half of the output's columns, of all tiles. While one weighs, the other's products keep the matrix
+unit busy.
 
 * Warpgroup 0: logits; weighs; `FIRST`; adds the first tile, its own shares in registers; `SECOND`;
   adds the second tile, the other's shares in shared memory.
@@ -13,6 +14,10 @@ weighs, the other's products keep the matrix unit busy.
   4 arrivals: the warps of the warpgroup that has these columns.
 * Warpgroups 2 and 3 where entries hold codes (gather.py): both parts of a stage at once; every
   thread and warp arrives at both.
+* In prefill warpgroup 2 brings queries as well, and is ahead of the end of a token: `given` holds
+  two barriers, queries that have come (every thread's copies) and queries that nobody reads any
+  more (8 arrivals, a warp's behind its last logits). Rows leave by way of the shares of second
+  tiles, since the next token's tiles may have come. `STAYED` ends a token for both warpgroups.
 
 Both halves of the output have the same order of sums, that of the tiles: peaks, totals and sums are
 brought to the first tile's peak and the first tile is added, 16 keys at a time; then the second.
@@ -40,6 +45,7 @@ from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.runtime.pdl import EARLY, follow
 
 FIRST, SECOND = 5, 6  # named barriers: shares and peaks of a pair's first tile, of its second
+STAYED = 7  # a named barrier between the items of a thread block that stays
 PARTS = facts.PARTS
 STEPS_OF_TILE = facts.TILE // base.STEP
 STEPS_OF_PART = facts.COLUMNS // base.STEP
@@ -59,10 +65,49 @@ def turns_kernel(
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = base.shared_memory(form)
     plan = facts.plan_of(form)
-    multiplying, bringing = facts.registers_in_turns(plan)
     begin_barriers(memory, plan, form)
     cute.arch.sync_threads()
+    if cutlass.const_expr(form.stays):
+        many_items(addresses, extents, (memory, plan, group), scale, form)
+    else:
+        one_item(addresses, extents, (memory, plan, group), scale, form)
 
+
+@cute.jit
+def many_items(
+    addresses: base.AttentionAddresses,
+    extents: tuple[Any, ...],
+    standing: tuple[Any, cutlass.Constexpr, Any],
+    scale: Float32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Attend with tokens and groups of heads, one after the other: prefill."""
+    thread, _, _ = cute.arch.thread_idx()
+    memory, plan, group = standing
+    multiplying, bringing = facts.registers_in_turns(plan)
+    if group >= facts.CONSUMERS:
+        cute.arch.setmaxregister_decrease(bringing)
+        follow()
+        bring_items(addresses, extents, memory, plan, form)
+    else:
+        cute.arch.setmaxregister_increase(multiplying)
+        lane = base.lane_of(group, thread)
+        follow()
+        attend_items(addresses, extents, (memory, lane), scale, form)
+
+
+@cute.jit
+def one_item(
+    addresses: base.AttentionAddresses,
+    extents: tuple[Any, ...],
+    standing: tuple[Any, cutlass.Constexpr, Any],
+    scale: Float32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Attend with one token, group of heads and split: decoding."""
+    thread, _, _ = cute.arch.thread_idx()
+    memory, plan, group = standing
+    multiplying, bringing = facts.registers_in_turns(plan)
     # Each role waits for the previous launch when it has its registers, and knows its place.
     place = base.place_of(extents)
     if group >= facts.CONSUMERS:
@@ -71,7 +116,7 @@ def turns_kernel(
         lists, widths, walk = base.lists_of(addresses, extents, place, form)
         pairs = (walk[2] + 1) // 2
         even = walk[0], walk[1], 2 * pairs, walk[2]
-        producer_of(form.format)(lists, widths, even, memory.places, plan)
+        gather.produce_with_key(lists, widths, even, memory.places, plan)
         base.stay_for_others(form)
     else:
         cute.arch.setmaxregister_increase(multiplying)
@@ -80,32 +125,74 @@ def turns_kernel(
         base.load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
         _, _, walk = base.lists_of(addresses, extents, place, form)
         pairs = (walk[2] + 1) // 2
-        at_once = facts.columns_at_once(form.format)
-        sums = mainloop.sums_of(base.wgmma_of_output(at_once), facts.COLUMNS)
-        # A split without tiles leaves zeros.
-        sums.fill(0.0)
-        peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        # No key yet: exp2(-inf - anything finite) is 0.
-        peaks.fill(-float("inf"))
-        totals.fill(0.0)
-        state = sums, peaks, totals
-        if pairs > 0:
-            if lane.half == 0:
-                first_of_pairs(memory, lane, pairs, state, (scale, form.format))
-            else:
-                second_of_pairs(memory, lane, pairs, state, (scale, form.format))
-        base.share_totals(memory, lane, totals)
-        if cutlass.const_expr(form.format.code_bytes > 0):
-            # Found again, as the compiler cannot know: no register holds it meanwhile.
-            place = base.place_of(extents, ptx.opaque)
+        state = base.state_of(form)
+        add_pairs(memory, lane, (pairs, Uint32(0)), state, (scale, form.format))
+        # Found again, as the compiler cannot know: no register holds it meanwhile.
+        place = base.place_of(extents, ptx.opaque)
         base.finish(addresses, (place, lane), state, memory, form)
 
 
-def producer_of(entry: Any) -> Any:
-    """Return what brings tiles of a format: in parts where nothing is decoded."""
-    if entry.inside:
-        return gather.produce_with_key
-    return gather.produce if entry.code_bytes else produce_in_parts
+@cute.jit
+def add_pairs(
+    memory: Any,
+    lane: Any,
+    walk: tuple[Any, ...],
+    state: tuple[Any, Any, Any],
+    given: tuple[Any, cutlass.Constexpr],
+) -> None:
+    """Add up a split: the number of its pairs, the phase of the first, and where queries end.
+
+    The last is the barrier of empty queries, where a thread block stays.
+    """
+    base.begin_split(state)
+    if cutlass.const_expr(len(walk) > 2):
+        # Without pairs, queries are read by nobody.
+        shared.arrive(walk[2], (lane.lane == 0) & (walk[0] == 0))
+    if walk[0] > 0:
+        if lane.half == 0:
+            first_of_pairs(memory, lane, walk, state, given)
+        else:
+            second_of_pairs(memory, lane, walk, state, given)
+    base.share_totals(memory, lane, state[2])
+
+
+def items_of(extents: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Return a thread block's first item, their number, and the distance to its next one."""
+    tokens, heads, *_, of_block = extents
+    items = tokens * ((heads + of_block - 1) // of_block)
+    return Int32(cute.arch.block_idx()[0]), items, Int32(cute.arch.grid_dim()[0])
+
+
+@cute.jit
+def attend_items(
+    addresses: base.AttentionAddresses,
+    extents: tuple[Any, ...],
+    standing: tuple[Any, Any],
+    scale: Float32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Attend with every item of this thread block."""
+    memory, lane = standing
+    first, items, distance = items_of(extents)
+    state = base.state_of(form)
+    phase, of_queries = Uint32(0), Uint32(0)
+    for item in cutlass.range(first, items, distance, unroll=1):
+        shared.await_phase(memory.given, of_queries)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        of_queries = of_queries ^ 1
+        place = base.place_of_item(item, extents)
+        sinks = base.sinks_of(addresses, place, lane, form.sinks)  # in time for the end
+        _, _, walk = base.lists_of(addresses, extents, place, form)
+        pairs = (walk[2] + 1) // 2
+        add_pairs(memory, lane, (pairs, phase, memory.given + 8), state, (scale, form.format))
+        phase = phase ^ (Uint32(pairs) & 1)
+        # Found again, as the compiler cannot know: no register holds it meanwhile.
+        place = base.place_of_item(ptx.opaque(item), extents)
+        # Shares of second tiles have been added. The next ones are written behind `FIRST`.
+        second = 0 if facts.shares_over_keys(form.format) else SHARES_BYTES
+        base.store_rows(addresses, place, lane, state, (memory.shares_at + second, sinks))
+        # Totals in shared memory have been read by all.
+        cute.arch.barrier(barrier_id=STAYED, number_of_threads=base.CONSUMER_THREADS)
 
 
 @cute.jit
@@ -123,6 +210,10 @@ def begin_barriers(memory: Any, how: cutlass.Constexpr, form: cutlass.Constexpr)
                 shared.begin_barrier(empty, facts.WARPGROUP // rows.LANES)
         if cutlass.const_expr(form.together == exchange.TOGETHER):
             shared.begin_barrier(memory.given, 1)
+        if cutlass.const_expr(form.stays):
+            # Queries have come: every thread's copies; and nobody reads them: a warp each.
+            shared.begin_barrier(memory.given, how.threads)
+            shared.begin_barrier(memory.given + 8, base.CONSUMER_THREADS // rows.LANES)
         cute.arch.mbarrier_init_fence()
 
 
@@ -162,16 +253,16 @@ def shares_of(memory: Any, number: int, output: Any, entry: Any) -> tuple[Any, A
 def first_of_pairs(
     memory: Any,
     lane: Any,
-    pairs: Any,
+    walk: tuple[Any, ...],
     state: tuple[Any, Any, Any],
     given: tuple[Any, cutlass.Constexpr],
 ) -> None:
     """Weigh the first tile of every pair; add both tiles to the output's first columns."""
     scale, entry = given
+    pairs, phase, *queries = walk
     of_logits, of_sums = fragments(memory, lane, entry)
     # Logits are taken to base 2: exp(scale * x) = exp2(scale * log2(e) * x).
     to_powers = ops.multiply_rn(scale, merging.LOG2_E)
-    phase = Uint32(0)
     begin_logits(memory, of_logits, (0, phase), 0)
     begin_logits(memory, of_logits, (0, phase), 1)
     warpgroup.wait_group(0)
@@ -184,6 +275,7 @@ def first_of_pairs(
         begin_logits(memory, of_logits, (0, phase), 1)
         # Trap: were they under way where the loop begins anew, ptxas would wait for each.
         warpgroup.wait_group(0)
+    give_queries_back(queries, lane, True)
     first_turn(memory, lane, (of_logits[1], of_sums), state, (to_powers, entry))
     warpgroup.wait_group(0)
     give_back(memory, lane, (1, 0))
@@ -219,22 +311,23 @@ def first_turn(
 def second_of_pairs(
     memory: Any,
     lane: Any,
-    pairs: Any,
+    walk: tuple[Any, ...],
     state: tuple[Any, Any, Any],
     given: tuple[Any, cutlass.Constexpr],
 ) -> None:
     """Weigh the second tile of every pair; add both tiles to the output's other columns."""
     scale, entry = given
+    pairs, phase, *queries = walk
     of_logits, (of_registers, own, output, values) = fragments(memory, lane, entry)
     sums = state[0]
     theirs, _ = shares_of(memory, 0, output, entry)
     _, own_at = shares_of(memory, 1, output, entry)
     to_powers = ops.multiply_rn(scale, merging.LOG2_E)
-    phase = Uint32(0)
-    for _ in cutlass.range(Int32(0), pairs, unroll=1):
+    for pair in cutlass.range(Int32(0), pairs, unroll=1):
         begin_logits(memory, of_logits, (1, phase), 0)
         begin_logits(memory, of_logits, (1, phase), 1)
         warpgroup.wait_group(0)
+        give_queries_back(queries, lane, pair + 1 == pairs)
         cute.arch.barrier(barrier_id=FIRST, number_of_threads=base.CONSUMER_THREADS)
         rescale_where(sums, taken_peaks(memory, lane, state, 0))
         add_tile(output, sums, theirs[None, None, None, 0], (values, 0))
@@ -294,6 +387,13 @@ def give_back(memory: Any, lane: Any, of: tuple[int, int]) -> None:
     shared.arrive(memory.places.full + number * 8, lane.lane == 0)
 
 
+def give_queries_back(queries: list[Any], lane: Any, last: Any) -> None:
+    """Arrive, where a thread block stays, at the barrier of empty queries behind their last use."""
+    if queries:
+        cute.arch.sync_warp()
+        shared.arrive(queries[0], (lane.lane == 0) & last)
+
+
 @cute.jit
 def weigh(
     memory: Any,
@@ -349,10 +449,33 @@ def rescale_where(sums: Any, factors: Any) -> None:
 
 # ---- bringing BF16 entries in parts --------------------------------------------------------------
 
-LANES_OF_ROW = 8  # lanes that bring 128 bytes of a row
-ROWS_AT_ONCE = rows.LANES // LANES_OF_ROW
-BLOCK_BYTES = facts.TILE * 128
 ORDER = ((0, 0), (0, 1), (1, 0), (1, 1))  # stage and part, as they are given back
+
+
+@cute.jit
+def bring_items(
+    addresses: base.AttentionAddresses,
+    extents: tuple[Any, ...],
+    memory: Any,
+    how: cutlass.Constexpr,
+    form: cutlass.Constexpr,
+) -> None:
+    """Bring queries and tiles of every item of this thread block, as soon as there is room."""
+    first, items, distance = items_of(extents)
+    # The first waits for empty queries and parts return at once.
+    phase, of_queries = Uint32(1), Uint32(1)
+    for item in cutlass.range(first, items, distance, unroll=1):
+        place = base.place_of_item(item, extents)
+        lists, widths, walk = base.lists_of(addresses, extents, place, form)
+        even = walk[0], walk[1], 2 * ((walk[2] + 1) // 2), walk[2]
+        slots = slots_of_pair(lists, Int32(0), even, widths, how)
+        barriers = memory.given, memory.given + 8, of_queries
+        gather.bring_queries(
+            gather.NextQueries(addresses.q, place, memory.queries_at, *barriers), how
+        )
+        phase = produce_in_parts(lists, widths, even, (memory.places, slots, phase), how)
+        of_queries = of_queries ^ 1
+    ptx.end_of_copies()
 
 
 @cute.jit
@@ -360,15 +483,17 @@ def produce_in_parts(
     lists: tuple[gather.List, gather.List],
     widths: tuple[Any, Any],
     walk: tuple[Any, ...],
-    places: gather.TileAddresses,
+    given: tuple[gather.TileAddresses, Any, Any],
     how: cutlass.Constexpr,
-) -> None:
-    """Bring both tiles of every pair, each part as soon as it is given back."""
+) -> Any:
+    """Bring both tiles of every pair, each part as soon as it is given back; return the phase.
+
+    `given` are places, the slots of the first pair, which are being read, and its phase.
+    """
+    places, slots, phase = given
     pairs = walk[2] // 2
-    slots = slots_of_pair(lists, Int32(0), walk, widths, how)
     lane, warp = gather.standpoint(how)
-    targets = standing_of(places.tiles, lane, warp, how)
-    phase = Uint32(1)  # the first wait for an empty part returns at once
+    targets = gather.targets_of_rows(places.tiles, lane, warp, how)
     for pair in cutlass.range(Int32(0), pairs, unroll=1):
         found = [
             gather.rows_of(
@@ -390,7 +515,7 @@ def produce_in_parts(
                 cute.arch.sync_warp()
                 shared.arrive(full, lane == 0)
         phase = phase ^ 1
-    ptx.end_of_copies()
+    return phase
 
 
 def slots_of_pair(
@@ -406,16 +531,6 @@ def slots_of_pair(
     return first, second
 
 
-def standing_of(tiles_at: Any, lane: Any, warp: Any, how: Any) -> tuple[Any, Any]:
-    """Return where a lane's chunk lies in its first row, and in the row four further on."""
-    first = warp * how.rows_of_warp + lane // LANES_OF_ROW
-    chunk = lane % LANES_OF_ROW
-    upper, lower = (
-        tiles_at + gather.address_in_tile(row, chunk) for row in (first, first + ROWS_AT_ONCE)
-    )
-    return upper, lower
-
-
 def copy_part(
     found: gather.GatheredRows, targets: tuple[Any, Any], at: tuple[int, int], how: Any
 ) -> None:
@@ -424,16 +539,16 @@ def copy_part(
     stage, part = at
     blocks = how.entry.width // 64
     some = range(blocks // 2) if part == 0 else range(blocks // 2, blocks)
-    for turn in range(how.rows_of_warp // ROWS_AT_ONCE):
-        row = lane // LANES_OF_ROW + turn * ROWS_AT_ONCE
+    for turn in range(how.rows_of_warp // gather.ROWS_AT_ONCE):
+        row = lane // gather.LANES_OF_ROW + turn * gather.ROWS_AT_ONCE
         source = found.cache + Int64(gather.of_row(found.values, row)) * gather.CHUNK
-        source = source + Int64(lane % LANES_OF_ROW) * gather.CHUNK
+        source = source + Int64(lane % gather.LANES_OF_ROW) * gather.CHUNK
         size = gather.bit(found.present, row) * gather.CHUNK
         # Rows eight apart have the same swizzle.
         first = stage * (facts.TILE * how.entry.width * 2) + turn // 2 * 1024
         for block in some:
             ptx.copy_16_at(
-                (targets[turn % 2], first + block * BLOCK_BYTES), (source, block * 128), size
+                (targets[turn % 2], first + block * gather.BLOCK_BYTES), (source, block * 128), size
             )
 
 

@@ -142,6 +142,8 @@ def _numbers(of: LaunchContext[AttentionProblem, AttentionForm]) -> tuple[Any, .
     splits, each = facts.choose_splits(problem), facts.tiles_each(problem)
     heads = facts.heads_of_block(problem) if of.form.target == SM90A.name else facts.HEADS
     blocks = facts.grid(problem, heads)
+    if of.form.stays:
+        blocks = min(blocks, of.processors)
     extents = (problem.tokens, problem.heads, splits, each, *of_lists, heads, blocks)
     return extents, problem.scale
 

@@ -13,7 +13,7 @@ of a value (512), K keys of a token, S slots of a cache.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -344,6 +344,9 @@ def cases() -> list[Case]:
         for mode in ("decode", "prefill")
     ]
     made += [Case(tokens=9, lengths=True, far=1024, heads=64), Case(tokens=300, far=40, heads=24)]
+    # More of them than thread blocks that run at a time.
+    of_prompt = Case(tokens=300, far=200, heads=100, mode="prefill", entry="bf16")
+    made += [of_prompt, replace(of_prompt, lengths=True, gaps=0.4), replace(of_prompt, entry="fp8")]
     return made
 
 

@@ -169,7 +169,19 @@ def _unswizzled(true: Any, *given: Any) -> Any:
     return upper, upper + 512
 
 
+def _first_token(true: Any, of: Any, how: Any) -> Any:
+    return true(of._replace(place=of.place._replace(token=of.place.token * 0)), how)
+
+
+def _one_chunk(true: Any, row: Any, chunk: Any) -> Any:
+    return true(row, chunk * 0)
+
+
+# More tokens than thread blocks that run at a time: some go on to a second one.
+_STAYS = replace(_PREFILL, tokens=140, entry="bf16")
 FAULTS_IN_TURNS = (
+    Fault("queries of the first token", _GATHER, "bring_queries", _first_token, _STAYS),
+    Fault("columns on their way in one place", _KERNEL, "staged_place", _one_chunk, _STAYS),
     Fault("mask of -1 dropped in turns", _KERNEL, "hide", _nothing, _PREFILL),
     Fault("own peaks without rescaling", _TURNS, "rescale_where", _nothing, _STEEP_PREFILL),
     Fault("taken peaks without rescaling", _TURNS, "taken_peaks", _no_factors, _STEEP_PREFILL),
@@ -177,7 +189,7 @@ FAULTS_IN_TURNS = (
     Fault("shares of the other tile in decoding", _TURNS, "shares_of", _other_shares, _OF_V32),
     Fault("sums in decoding without rescaling", _TURNS, "rescale_where", _nothing,
           replace(_OF_V32, spread="steep")),
-    Fault("rows four further on as if swizzled alike", _TURNS, "standing_of", _unswizzled,
+    Fault("rows four further on as if swizzled alike", _GATHER, "targets_of_rows", _unswizzled,
           replace(_PREFILL, entry="bf16")),
     Fault("rows of the page before", _ENTRY, "rows_of_cache", _first_rows, _PREFILL),
     Fault("a list one too short in turns", _GATHER, "within", _one_less, _PREFILL),

@@ -244,6 +244,8 @@ def cases_of_v32() -> list[checks.Case]:
     cases += [replace(V32, splits=n, near=700, lengths=True, seed=n) for n in (1, 2, 3, 9, 32)]
     cases += [replace(V32, spread="flat", mode=mode) for mode in facts.MODES]
     cases += [replace(V32, tokens=9, lengths=True), replace(V32, tokens=300, near=70, heads=24)]
+    of_prompt = replace(V32, tokens=300, near=300, heads=70, mode="prefill", entry="bf16")
+    cases += [of_prompt, replace(of_prompt, lengths=True, gaps=0.4)]
     return cases
 
 

@@ -3,7 +3,9 @@
 Two warpgroups and the producers are generators; a step is whatever may happen before another one
 goes on. Products read from where they are issued to where they are waited for. Every read must find
 the tile that it is meant for, and nothing may be written while it is read. The shares of a pair's
-first tile lie over its turned key, as in V3.2. It is our model, not the compiled kernel.
+first tile lie over its turned key, as in V3.2. A thread block stays for several items: queries come
+by barriers of their own, and rows leave by way of the shares of second tiles. It is our model, not
+the compiled kernel.
 """
 
 from __future__ import annotations
@@ -19,9 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     Steps = Iterator[None]
-    Read = tuple[Any, int | None]  # a place, and the tile that is meant; a turned key is None
+    Read = tuple[Any, Any]  # a place, and the tile that is meant; a turned key is None
+    Groups = list[list[Read]]
 
-FAULTS = ("a part given back under its products", "one arrival too few", "shares written early")
+FAULTS = (
+    "a part given back under its products",
+    "one arrival too few",
+    "shares written early",
+    "queries given back under their products",
+    "rows leave by way of first tiles' shares",
+    "no barrier behind an item",
+)
 MOST_STEPS = 100_000
 
 
@@ -69,12 +79,13 @@ class ModelledBlock:
     """Shared memory and barriers of a thread block."""
 
     fault: str
-    full: dict[tuple[int, int], PhasedBarrier] = field(default_factory=dict)
-    empty: dict[tuple[int, int], PhasedBarrier] = field(default_factory=dict)
-    holds: dict[Any, int | None] = field(default_factory=dict)
+    full: dict[Any, PhasedBarrier] = field(default_factory=dict)
+    empty: dict[Any, PhasedBarrier] = field(default_factory=dict)
+    holds: dict[Any, Any] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
     first: NamedBarrier = field(default_factory=NamedBarrier)
     second: NamedBarrier = field(default_factory=NamedBarrier)
+    both: NamedBarrier = field(default_factory=NamedBarrier)
 
     def __post_init__(self) -> None:
         # One arrival stands for a warpgroup's, and for those of all producers.
@@ -82,13 +93,15 @@ class ModelledBlock:
             for part in range(facts.PARTS):
                 self.full[stage, part] = PhasedBarrier(1)
                 self.empty[stage, part] = PhasedBarrier(1)
+        self.full["queries"] = PhasedBarrier(1)
+        self.empty["queries"] = PhasedBarrier(facts.CONSUMERS)
 
-    def write(self, key: Any, value: int | None) -> None:
+    def write(self, key: Any, value: Any) -> None:
         """Write what nobody reads."""
         assert all(read != key for read, _ in self.reads), f"{key} is written while it is read"
         self.holds[key] = value
 
-    def check(self, key: Any, wanted: int | None) -> None:
+    def check(self, key: Any, wanted: Any) -> None:
         """Require that a place has what is read there."""
         assert self.holds.get(key) == wanted, f"{key} has {self.holds.get(key)}, not {wanted}"
 
@@ -107,91 +120,163 @@ class ModelledBlock:
                 self.reads.remove(read)
 
 
+SECOND_SHARES = ("shares 1, first half", "shares 1, second half")  # by which rows leave
+
+
 def logits(
-    block: ModelledBlock, groups: list[list[Read]], at: tuple[int, int], number: int, phase: int
+    block: ModelledBlock, groups: Groups, at: tuple[int, int], tile: tuple[int, int], phase: int
 ) -> Steps:
+    """Begin the logits of a part of a tile, which is an item and a number."""
     while not block.full[at].ended(phase):
         yield
     turned: list[Read] = [("shares 0", None)] if at == (0, 1) else []
-    block.issue(groups, [(at, number), *turned])
+    block.issue(groups, [(at, tile), ("queries", tile[0]), *turned])
 
 
-def first_warpgroup(block: ModelledBlock, pairs: int) -> Steps:
-    groups: list[list[Read]] = []
-    for pair in range(pairs):
-        yield from logits(block, groups, (0, 0), 2 * pair, pair % 2)
-        if pair:
-            block.wait(groups, 1)
-            block.empty[1, 0].arrive()
-        yield from logits(block, groups, (0, 1), 2 * pair, pair % 2)
-        if block.fault == FAULTS[2]:
-            block.write("shares 0", 2 * pair)
+def give_queries_back(block: ModelledBlock, *, last: bool, early: bool) -> None:
+    """Arrive behind the last products with queries, or, by a fault, in front of their end."""
+    if last and early == (block.fault == FAULTS[3]):
+        block.empty["queries"].arrive()
+
+
+def meet(block: ModelledBlock) -> Steps:
+    """Wait for the other warpgroup."""
+    entered = block.both.arrive()
+    while block.both.turn == entered:
         yield
-        block.wait(groups, 0)
-        yield
-        block.write("shares 0", 2 * pair)
-        yield
-        block.first.arrive()
-        block.issue(groups, [((0, 0), 2 * pair)])
-        yield
-        block.wait(groups, 0)
-        if block.fault != FAULTS[1]:
-            block.empty[0, 0].arrive()
-        entered = block.second.arrive()
-        while block.second.turn == entered:
+
+
+def end_of_item(block: ModelledBlock, own: int, item: int) -> Steps:
+    """Exchange totals, and write rows by way of shared memory."""
+    yield from meet(block)
+    block.write(f"counts {own}", ("total", item))
+    yield from meet(block)
+    yield
+    block.check(f"counts {1 - own}", ("total", item))
+    place = "shares 0" if block.fault == FAULTS[4] and own else SECOND_SHARES[own]
+    block.write(place, ("rows", own))
+    yield
+    block.check(place, ("rows", own))
+    if block.fault != FAULTS[5]:
+        yield from meet(block)
+
+
+def first_warpgroup(block: ModelledBlock, items: list[int]) -> Steps:
+    """Weigh first tiles."""
+    groups: Groups = []
+    turn = 0  # pairs so far
+    for item, pairs in enumerate(items):
+        while not block.full["queries"].ended(item % 2):
             yield
-        block.issue(groups, [("shares 1", 2 * pair + 1), ((1, 0), 2 * pair + 1)])
-        yield
-    block.wait(groups, 0)
-    block.empty[1, 0].arrive()
-
-
-def second_warpgroup(block: ModelledBlock, pairs: int) -> Steps:
-    groups: list[list[Read]] = []
-    for pair in range(pairs):
-        for part in range(2):
-            yield from logits(block, groups, (1, part), 2 * pair + 1, pair % 2)
-        yield
-        block.wait(groups, 0)
-        entered = block.first.arrive()
-        while block.first.turn == entered:
+        if not pairs:
+            block.empty["queries"].arrive()
+        for pair in range(pairs):
+            tile, last = (item, 2 * pair), pair + 1 == pairs
+            yield from logits(block, groups, (0, 0), tile, turn % 2)
+            if pair:
+                block.wait(groups, 1)
+                block.empty[1, 0].arrive()
+            yield from logits(block, groups, (0, 1), tile, turn % 2)
+            give_queries_back(block, last=last, early=True)
+            if block.fault == FAULTS[2]:
+                block.write("shares 0", tile)
             yield
-        block.issue(groups, [("shares 0", 2 * pair), ((0, 1), 2 * pair)])
-        yield
-        if block.fault == FAULTS[0]:
-            block.empty[0, 1].arrive()
-        block.write("shares 1", 2 * pair + 1)
-        yield
-        block.second.arrive()
-        yield
-        block.wait(groups, 0)
-        if block.fault != FAULTS[0]:
-            block.empty[0, 1].arrive()
-        block.issue(groups, [((1, 1), 2 * pair + 1)])
-        yield
-        block.wait(groups, 0)
-        block.empty[1, 1].arrive()
-        yield
-
-
-def producers(block: ModelledBlock, pairs: int) -> Steps:
-    for pair in range(pairs):
-        for at in product(range(facts.STAGES), range(facts.PARTS)):
-            while not block.empty[at].ended(1 - pair % 2):
+            block.wait(groups, 0)
+            give_queries_back(block, last=last, early=False)
+            yield
+            block.write("shares 0", tile)
+            block.write("counts 0", tile)
+            yield
+            block.first.arrive()
+            block.issue(groups, [((0, 0), tile)])
+            yield
+            block.wait(groups, 0)
+            if block.fault != FAULTS[1]:
+                block.empty[0, 0].arrive()
+            entered = block.second.arrive()
+            while block.second.turn == entered:
                 yield
-            block.write(at, 2 * pair + at[0])
-            if at == (0, 1):
-                block.write("shares 0", None)  # the turned key
+            second = (item, 2 * pair + 1)
+            block.check("counts 1", second)
+            block.issue(groups, [*((half, second) for half in SECOND_SHARES), ((1, 0), second)])
+            turn += 1
             yield
-            block.full[at].arrive()
-            yield
+        block.wait(groups, 0)
+        if pairs:
+            block.empty[1, 0].arrive()
+        yield from end_of_item(block, 0, item)
 
 
-def run(pairs: int, seed: int, fault: str = "") -> None:
-    """Run one interleaving; raise AssertionError where it goes wrong or nowhere."""
+def second_warpgroup(block: ModelledBlock, items: list[int]) -> Steps:
+    """Weigh second tiles."""
+    groups: Groups = []
+    turn = 0
+    for item, pairs in enumerate(items):
+        while not block.full["queries"].ended(item % 2):
+            yield
+        if not pairs:
+            block.empty["queries"].arrive()
+        for pair in range(pairs):
+            first, second, last = (item, 2 * pair), (item, 2 * pair + 1), pair + 1 == pairs
+            for part in range(2):
+                yield from logits(block, groups, (1, part), second, turn % 2)
+            give_queries_back(block, last=last, early=True)
+            yield
+            block.wait(groups, 0)
+            give_queries_back(block, last=last, early=False)
+            entered = block.first.arrive()
+            while block.first.turn == entered:
+                yield
+            block.check("counts 0", first)
+            block.issue(groups, [("shares 0", first), ((0, 1), first)])
+            yield
+            if block.fault == FAULTS[0]:
+                block.empty[0, 1].arrive()
+            for half in SECOND_SHARES:
+                block.write(half, second)
+            block.write("counts 1", second)
+            yield
+            block.second.arrive()
+            yield
+            block.wait(groups, 0)
+            if block.fault != FAULTS[0]:
+                block.empty[0, 1].arrive()
+            block.issue(groups, [((1, 1), second)])
+            yield
+            block.wait(groups, 0)
+            block.empty[1, 1].arrive()
+            turn += 1
+            yield
+        yield from end_of_item(block, 1, item)
+
+
+def producers(block: ModelledBlock, items: list[int]) -> Steps:
+    """Bring queries and both tiles of every pair."""
+    turn = 0
+    for item, pairs in enumerate(items):
+        while not block.empty["queries"].ended(1 - item % 2):
+            yield
+        block.write("queries", item)
+        yield
+        block.full["queries"].arrive()
+        for pair in range(pairs):
+            for at in product(range(facts.STAGES), range(facts.PARTS)):
+                while not block.empty[at].ended(1 - turn % 2):
+                    yield
+                block.write(at, (item, 2 * pair + at[0]))
+                if at == (0, 1):
+                    block.write("shares 0", None)  # the turned key
+                yield
+                block.full[at].arrive()
+                yield
+            turn += 1
+
+
+def run(items: list[int], seed: int, fault: str = "") -> None:
+    """Run one interleaving, of items of so many pairs; raise AssertionError where it goes wrong."""
     drawn = random.Random(seed)
     block = ModelledBlock(fault)
-    roles = [role(block, pairs) for role in (first_warpgroup, second_warpgroup, producers)]
+    roles = [role(block, items) for role in (first_warpgroup, second_warpgroup, producers)]
     speeds = {role: drawn.choice((1, 1, 5, 20)) for role in roles}
     for _ in range(MOST_STEPS):
         if not roles:
