@@ -114,7 +114,7 @@ class List(NamedTuple):
     indices: Any  # address of the token's first slot
     width: Any  # slots that count
     cache: Any  # address
-    entries: Any  # of a page
+    entries: Any  # of a page; a constant where it is the usual one: no division then
     stride: Any  # bytes of a page
     capacity: Any  # slots of the cache
 
@@ -137,10 +137,10 @@ def address_in_tile(row: Any, chunk: Any) -> Any:
 
 def slot_address(index: Any, of: List, entry: EntryFormat) -> tuple[Any, Any]:
     """Return where a slot's values begin, in 16-byte pieces, and its scales, in units of 8."""
-    place = index // Uint32(of.entries), index % Uint32(of.entries)
+    place = index // of.entries, index % of.entries
     pieces = Uint32(of.stride) // CHUNK
     values = entries_of.value_piece(place, pieces, entry)
-    scales = entries_of.scale_within(place[1], Uint32(of.entries), entry) // UNIT
+    scales = entries_of.scale_within(place[1], of.entries, entry) // UNIT
     return values, place[0] * pieces * (CHUNK // UNIT) + scales
 
 
@@ -173,7 +173,12 @@ def slot_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], plan: 
 def list_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any]) -> tuple[Any, List]:
     """Return whether a tile belongs to the second list, and its list."""
     far = tile >= widths[0]
-    return far, List(*(ops.select(far, b, a) for a, b in zip(*lists, strict=True)))
+    return far, List(*(chosen(far, b, a) for a, b in zip(*lists, strict=True)))
+
+
+def chosen(far: Any, there: Any, here: Any) -> Any:
+    """Return one of two numbers; a constant is that of both lists."""
+    return here if isinstance(here, int) else ops.select(far, there, here)
 
 
 def rows_of(
@@ -534,9 +539,10 @@ def shared_next(stage: Any, phase: Any) -> tuple[Any, Any]:
 #
 # An entry holds 512 E4M3 codes, four float32 scales, 64 rotated BF16 values. Tiles of 576 leave no
 # shared memory for waiting codes, so half of a tile's codes wait in registers, one row a warp and
-# turn; each decoded turn makes room for the codes of half a tile later. A warp's scales lie in a
-# register of its lanes for eight rows: row r, block b in register r // 8, lane 4 (r % 8) + b.
-# Slots, masks, barriers and addresses are those of all other keys.
+# turn; each decoded turn makes room for the codes of half a tile later. All of a tile's bytes are
+# asked for in L2 a tile ahead. A warp's scales lie in a register of its lanes for eight rows: row
+# r, block b in register r // 8, lane 4 (r % 8) + b. Slots, masks, barriers and addresses are those
+# of all other keys.
 
 WORDS = 4  # of a lane's 16 bytes of codes
 BLOCKS = 4  # scales of an entry
@@ -558,6 +564,23 @@ def with_scales(gathered_rows: GatheredRows, plan: GatherPlan) -> GatheredRows:
         start = start + plan.entry.code_bytes + Int64(lane % BLOCKS) * 4
         scales.append(Uint32(ptx.word_if(start, bit(gathered_rows.present, row))))
     return gathered_rows._replace(codes=tuple(scales))
+
+
+def fetch_rows(gathered_rows: GatheredRows, plan: GatherPlan) -> None:
+    """Ask for all bytes of a warp's rows in L2: there are registers for half of their codes.
+
+    Without, a tile took two latencies of memory, one for each half.
+    """
+    if plan.warpgroups == 1:
+        return
+    lane, _ = standpoint(plan)
+    lanes = rows.LANES // plan.rows_of_warp  # of a row
+    row = lane // lanes
+    start = gathered_rows.cache + Int64(of_row(gathered_rows.values, row)) * CHUNK
+    there = bit(gathered_rows.present, row)
+    for first in range(0, facts.lines(plan.entry), lanes):
+        offset = facts.byte_of_line(lane % lanes + first, plan.entry)
+        ptx.fetch_line_if(start + Int64(offset), there)
 
 
 def scale_of_turn(gathered_rows: GatheredRows, turn: int, chunk: Any) -> Any:
@@ -616,11 +639,13 @@ def produce_with_key(
     slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths, how)
     for turn in cutlass.range_constexpr(ahead):
         ask(gathered_rows, turn, stands, words, turn)
+    fetch_rows(gathered_rows, how)
     # Parity 1: the first wait for an empty stage returns at once.
     stage, phase = Uint32(0), Uint32(1)
     for step in cutlass.range(Int32(0), walk[2], unroll=1):
         tile = tile_of_step(step + 1, walk, widths)
         following = with_scales(rows_of(slot, lists, tile, widths, how), how)
+        fetch_rows(following, how)
         following_tile = tile_of_step(step + 2, walk, widths)
         slot = slot_of(lists, following_tile, widths, how)
         await_stage(places, (stage, phase), how)

@@ -144,6 +144,12 @@ def singles_at(address: Any) -> list[Any]:
     return list(emit(text, [Float32] * 4, address))
 
 
+def fetch_line_if(address: Any, present: Any) -> None:
+    """Ask for a line of a cache in L2 where it is wanted; nothing is read."""
+    text = "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; @there prefetch.global.L2 [{$r0}]; }"
+    emit(text, [], address, present)
+
+
 def word_at(address: Any) -> Any:
     """Read a word from global memory."""
     return emit("ld.global.b32 {$w0}, [{$r0}];", [Uint32], address)

@@ -48,6 +48,8 @@ MOST_TOGETHER = 8  # thread blocks of a portable cluster; CUDA C++ Programming G
 TILES_OF_SPLIT = 9  # 576 keys: 1024 + 128 are two equal splits, and 64 tokens fill an H200
 TILES_OF_SPLIT_OF_V32 = 16  # 2048 keys are two equal splits
 TILES_OF_FOUR_SPLITS = 10  # up to 640 keys of few tokens; beyond, splits for another kernel
+USUAL_PAGE = 64  # entries
+LINE = 128  # bytes of L2
 SPLITS_APART = 16
 MERGED_AT_ONCE = (4, 8, 16, 24, 32)
 HEADS_OF_BLOCKS = (16, 32, 64)  # of a token's heads; rows of a wgmma beyond them stay zeros
@@ -216,6 +218,7 @@ class AttentionForm:
     width: int = rows.WIDTH  # of a key
     turns: bool = False  # warpgroups weigh in turns: sm90_attention_turns
     reads: bool = False  # entries with codes are read to BF16 rows first
+    page: int = 0  # entries of a page; 0: any number, to divide by at run time
 
     @property
     def format(self) -> EntryFormat:
@@ -520,6 +523,9 @@ def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
     entry = problem.window.pages.entry
     together = 0 if merges_apart(problem) else choose_splits(problem)
     form = AttentionForm(entry, problem.lengths, together, target, problem.family.key)
+    usual = {of.pages.entries for of in problem.lists} == {USUAL_PAGE}
+    if target == SM90A and usual and form.format.code_bytes and problem.mode == "decode":
+        form = replace(form, page=USUAL_PAGE)
     if target == SM90A and decodes_in_turns(problem):
         return replace(form, turns=True)
     if target != SM90A or not in_turns(problem):
@@ -534,7 +540,18 @@ def grid(problem: AttentionProblem, heads: int = HEADS) -> int:
     return problem.tokens * choose_splits(problem) * groups
 
 
+def lines(entry: EntryFormat) -> int:
+    """Return the lines of L2 in which the bytes of an entry may lie."""
+    made: int = ceil_div(entry.step - 1, LINE) + 1
+    return made
+
+
 # ---- ints and kernels ----------------------------------------------------------------------------
+
+
+def byte_of_line(number: Any, entry: EntryFormat) -> Any:
+    """Return a byte of an entry in its line of that number, or in its last one."""
+    return ops.minimum(number * LINE, entry.step - 1)
 
 
 def tiles_of_split(

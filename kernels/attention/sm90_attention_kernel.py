@@ -296,6 +296,9 @@ def lists_of(
     """Return the token's lists, their widths in tiles, and the walk of this split."""
     each, near_width, near_entries, near_stride, near_capacity = extents[3:8]
     far_width, far_entries, far_stride, far_capacity = extents[8:12]
+    near_entries, far_entries = (
+        form.page or Uint32(entries) for entries in (near_entries, far_entries)
+    )
     kept = near_width, far_width
     if form.lengths:
         at = addresses.near_lengths, addresses.far_lengths

@@ -124,15 +124,26 @@ def _merged(problem: AttentionProblem, tensors: Operands, settings: CompileSetti
         merging.KERNEL.run(merge_problem(problem), settings, **given)
 
 
+def _require_form_of(problem: AttentionProblem, form: AttentionForm) -> None:
+    """Raise on a form that would misread the problem's caches."""
+    chosen = facts.choose_form(problem, form.target)
+    for name, value, others in (
+        ("reads", form.reads, (chosen.reads,)),
+        ("page", form.page, (0, chosen.page)),
+    ):
+        if value not in others:
+            raise InvalidArgument(
+                "form of attention",
+                form,
+                f"{name}={others[-1]} for this problem",
+                "Its caches are read before the launch or are not, and have pages of their own.",
+            )
+
+
 def _numbers(of: LaunchContext[AttentionProblem, AttentionForm]) -> tuple[Any, ...]:
     problem = of.problem
-    if of.form.reads != facts.reads_first(problem) and of.form.target == SM90A.name:
-        raise InvalidArgument(
-            "form of attention",
-            of.form,
-            f"reads={facts.reads_first(problem)} for this problem",
-            "Its caches are read before the launch, or are not.",
-        )
+    if of.form.target == SM90A.name:
+        _require_form_of(problem, of.form)
     # A list that is absent has width 0.
     near, far = problem.window, problem.entries or replace(problem.window, width=0)
     of_lists = []

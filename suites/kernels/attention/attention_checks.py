@@ -344,6 +344,7 @@ def cases() -> list[Case]:
         for mode in ("decode", "prefill")
     ]
     made += [Case(tokens=9, lengths=True, far=1024, heads=64), Case(tokens=300, far=40, heads=24)]
+    made += [Case(far=1024, pages=(64, 64), lengths=True, seed=3, splits=n) for n in (0, 9)]
     # More of them than thread blocks that run at a time.
     of_prompt = Case(tokens=300, far=200, heads=100, mode="prefill", entry="bf16")
     made += [of_prompt, replace(of_prompt, lengths=True, gaps=0.4), replace(of_prompt, entry="fp8")]

@@ -222,6 +222,21 @@ CODE = [
         for lengths in (False, True)
         for together in (0, 1, 2, 3)
     ),
+    *(
+        MachineCode(
+            "sm90_sparse_attention",
+            AttentionForm(
+                entry, lengths, together, "sm_90a", width, turns=width == WIDTH,
+                page=facts.USUAL_PAGE,
+            ),
+            facts.REGISTER_FILE // 512, more=products, slow=lengths,
+        )
+        for entry, width, products in (
+            ("fp8", rows.WIDTH, _products_of_v4), (OF_V32[0], WIDTH, _products_in_turns)
+        )
+        for lengths in (False, True)
+        for together in (0, 2)
+    ),
 ]  # fmt: skip
 
 

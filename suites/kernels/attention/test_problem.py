@@ -161,6 +161,16 @@ def test_few_tokens_have_fewer_heads_a_thread_block() -> None:
         assert facts.heads_of_block(replace(problem, mode="prefill", splits=0)) == facts.HEADS
 
 
+def test_every_line_of_an_entry_is_asked_for() -> None:
+    entry = PAGES_OF_V32.format
+    for start in range(0, 2 * facts.LINE, 16):  # entries lie side by side, at any of these
+        asked = {
+            (start + facts.byte_of_line(number, entry)) // facts.LINE
+            for number in range(facts.lines(entry))
+        }
+        assert asked == {(start + byte) // facts.LINE for byte in range(entry.step)}
+
+
 def test_figures_follow() -> None:
     assert PROBLEM.operations == 3 * 64 * 1152 * 512 * 4
     assert PROBLEM.gathered_bytes == 3 * 1152 * 584

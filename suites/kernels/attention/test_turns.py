@@ -115,3 +115,11 @@ def test_a_form_that_reads_otherwise_is_refused() -> None:
     for problem, form in zip((small, large), forms[::-1], strict=True):
         with pytest.raises(InvalidArgument, match="form of attention"):
             kernels.KERNEL.numbers(LaunchContext(problem, form, None, 0, {}))
+    usual, chosen = decoding(1, 64), facts.choose_form(decoding(1, 64), SM90A.name)
+    assert chosen.page == usual.window.pages.entries == facts.USUAL_PAGE
+    other = KeyList(2048, Pages("fp8-v32", 32, 64, width=rows.WITH_KEY))
+    assert facts.choose_form(replace(usual, window=other), SM90A.name).page == 0
+    assert kernels.KERNEL.numbers(LaunchContext(usual, replace(chosen, page=0), None, 0, {}))
+    context = LaunchContext(replace(usual, window=other), chosen, None, 0, {})
+    with pytest.raises(InvalidArgument, match="form of attention"):
+        kernels.KERNEL.numbers(context)
