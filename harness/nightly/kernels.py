@@ -18,7 +18,7 @@ import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from itertools import groupby, product
 from operator import attrgetter
@@ -101,7 +101,7 @@ class Suite:
     first: str = ""
     broken: str = ""  # why there is no answer
     left: str = ""  # how many cases were not decided, and why the first was not
-    seconds: float = 0.0  # of its longest process
+    seconds: float = field(default=0.0, compare=False)  # of its longest process
 
     @property
     def verdict(self) -> Verdict:
@@ -231,7 +231,12 @@ def _is_marked(path: Path, markers: Sequence[str]) -> bool:
 
 
 def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
-    """Run a file, or a part of it, in its own process."""
+    """Run a file, or a part of it, in its own process, and say how long that took."""
+    begun = time.monotonic()
+    return replace(_ran(report, markers, run), seconds=time.monotonic() - begun)
+
+
+def _ran(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     path, of_kernel, own_share = run
     kernel, which = run.name, f"share {own_share} " if own_share else ""
     if _STOPPED.is_set():
@@ -245,7 +250,6 @@ def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     line += ["-p", "no:cacheprovider", "--junitxml", str(report), str(path)]
     environment = {k: v for k, v in os.environ.items() if k not in _NIGHT_VARIABLES}
     environment["CI"] = "true"  # a package that is missing fails its cases, instead of hiding them
-    begun = time.monotonic()
     status, said = _ended(line, environment)
     if status is None:
         return Suite(kernel, broken=f"{which}did not end in {SUITE_SECONDS // 60} minutes")
@@ -254,7 +258,7 @@ def run_suite(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     if status not in (0, 1) or not report.exists():
         last = " ".join(said.split())[-_LONG:]
         return Suite(kernel, broken=f"{which}broke off with status {status}: {last}")
-    suite = replace(suite_of(kernel, report), seconds=time.monotonic() - begun)
+    suite = suite_of(kernel, report)
     # Pytest failed outside of any case, for example in a fixture's teardown.
     if status and suite.verdict is Verdict.AGREES:
         return Suite(kernel, broken=f"{which}ended with status {status}, and no case failed")

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import partial
@@ -240,9 +241,9 @@ LEDGER = "ledger"  # the step that no entry excuses
 class NightStep:
     """One step. `needs` are the steps whose results it gets; with `all_before` it gets all.
 
-    `screens`: it can look at samples first, which takes less time. A step with `stop` computes in
-    processes of its own. It begins when what it needs is done, and runs beside the steps in front
-    of it; `stop` ends it before its time.
+    `screens`: it can look at samples first, which takes less time. A step with `stop` runs in
+    processes of its own, from when what it needs is done, at the same time as the steps listed
+    before it; `stop` kills it.
     """
 
     name: str
@@ -277,7 +278,8 @@ class Night:
             return self.results[name]
         step = self._steps[name]
         given = {each: self.result(each) for each in self._needed(step)}
-        self._begin_beside()
+        self._end_beside(name)
+        self._begin_beside(name)
         key = self._key_with(name, given)
         result = self._kept(name, key)
         if result is not None:
@@ -295,17 +297,24 @@ class Night:
         self.results[name] = result
         return result
 
-    def _begin_beside(self) -> None:
-        """Begin the steps that run beside others, where what they need is done."""
-        for step in self._steps.values():
-            begun = step.name in self.results or step.name in self._beside
+    def _end_beside(self, name: str) -> None:
+        """Wait for steps that began early and stand before this one, which runs without them."""
+        for each in self._order[: self._order.index(name)]:
+            if each in self._beside and each not in self.results:
+                self.result(each)
+
+    def _begin_beside(self, name: str) -> None:
+        """Begin long steps, from this one on, where what they need is done."""
+        for each in self._order[self._order.index(name) :]:
+            step = self._steps[each]
+            begun = each in self.results or each in self._beside
             if step.stop is None or begun or not set(step.needs) <= set(self.results):
                 continue
-            given = {each: self.results[each] for each in step.needs}
-            if self._kept(step.name, self._key_with(step.name, given)) is None:
-                self._beside[step.name] = Future()
-                work = partial(_work, step, self.asked, given, self._beside[step.name])
-                Thread(target=work, name=step.name, daemon=True).start()
+            given = {need: self.results[need] for need in step.needs}
+            if self._kept(each, self._key_with(each, given)) is None:
+                self._beside[each] = Future()
+                work = partial(_work, step, self.asked, given, self._beside[each])
+                Thread(target=work, name=each, daemon=True).start()
 
     def _needed(self, step: NightStep) -> Sequence[str]:
         return self._order[: self._order.index(step.name)] if step.all_before else step.needs
@@ -405,12 +414,21 @@ class Night:
         text += f"; not run: {', '.join(left)}" if left else ""
         return f"{text}.{unfinished}"
 
-    def close(self) -> None:
-        """End the night: a complete one is never continued, a green one keeps no captures."""
+    def stop(self) -> None:
+        """End what began early and is not done: the night was interrupted. Keep what is done."""
         for name, result in self._beside.items():
             stop = self._steps[name].stop
-            if stop is not None and not result.done():  # the night was interrupted
+            if name in self.results or stop is None:
+                continue
+            if result.done():
+                with suppress(Exception):  # noted as at its turn
+                    self.result(name)
+            else:
                 stop()
+
+    def close(self) -> None:
+        """End the night: a complete one is never continued, a green one keeps no captures."""
+        self.stop()
         if not self.complete:
             return
         self.journal.finish()

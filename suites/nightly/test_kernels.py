@@ -200,6 +200,7 @@ def test_stopped_suites_end_and_no_other_begins(tmp_path: Path) -> None:
     assert not work.is_alive()
     assert len(found) == night_kernels.PROCESSES + 1
     assert all(suite.broken for suite in found)
+    assert all(suite.seconds > 0 for suite in found)
     assert ends(int(child.read_text()))
 
 

@@ -214,6 +214,46 @@ def test_an_interrupted_night_stops_the_step_beside_it(tmp_path: Path) -> None:
     assert night.missing == ["second", "long"]
 
 
+def test_an_interrupted_night_keeps_what_ran_beside_it_and_is_done(tmp_path: Path) -> None:
+    made, said, _ = _beside(RED)
+    (long,) = (step for step in made if step.stop)
+    ended = Event()
+
+    def noted(config: NightConfig, given: Any) -> StepResult:
+        result = long.run(config, given)
+        ended.set()
+        return result
+
+    def interrupted(_config: NightConfig, _given: object) -> StepResult:
+        assert ended.wait(60)
+        raise KeyboardInterrupt
+
+    steps = [*made[:2], NightStep("third", interrupted), replace(long, run=noted)]
+    night = Night(asked(tmp_path), steps)
+    with pytest.raises(KeyboardInterrupt):
+        night.run()
+    until(night._beside["long"].done)
+    night.stop()
+    assert night.results["long"] == RED
+    again = Night(asked(tmp_path), steps)
+    assert again.result("long") == RED
+    assert again.continued == ["first", "long"]
+    assert said == ["second", "long"]
+
+
+def test_a_step_behind_runs_without_those_that_run_beside_others(tmp_path: Path) -> None:
+    """Rates of kernels are measured alone, and nothing begins that nobody wants."""
+    made, said, begun = _beside(GREEN)
+    last = NightStep("last", lambda *_: said.append("last") or GREEN)  # type: ignore[func-returns-value]
+    partial_night = Night(asked(tmp_path), [*made, last])
+    assert partial_night.result("first") == partial_night.result("last") == GREEN
+    assert not begun.is_set()
+    night = Night(asked(tmp_path), [*made, replace(last, name="behind")])
+    assert night.result("first") == night.result("second") == GREEN
+    assert night.result("behind") == GREEN
+    assert said == ["last", "second", "long", "last"]
+
+
 def test_another_compiler_of_kernels_is_reported_and_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

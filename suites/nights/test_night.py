@@ -72,6 +72,7 @@ def nights(run_options: RunOptions) -> Iterator[dict[bool, Night]]:
     with nullcontext() if read_rank_info(os.environ).alone else process_group():
         yield begun
         for night in begun.values():
+            night.stop()  # first: its suites would outlive a page that cannot be written
             written = write_night(night)
             night.close()
             summary = run_options.night.summary

@@ -241,7 +241,7 @@ def faults_for(context: ComponentContext) -> Iterable[ModelFault]:
 
 
 def faults_of_kernel(context: ComponentContext) -> list[ModelFault]:
-    """Return the faults of a product whose operands are given: its own before stored weights'."""
+    """Return the faults of a product whose operands are given: its own, then those of weights."""
     stored = {fault.id for family in (INTEGER_GROUP_FAULTS, *_OF_WEIGHTS) for fault in family}
     return sorted(faults_for(context), key=lambda fault: fault.id in stored)
 
