@@ -217,9 +217,16 @@ def described_decoded(
     )  # fmt: skip
     gathered = replace(
         GATHER, entry=gather, operands=(*GATHER.operands[:-2], numbers("x", hidden, output=True)),
-        numbers=_decoded_gather_numbers, target=target,
+        numbers=_decoded_gather_numbers, target=target, refuse=_require_decoded,
     )  # fmt: skip
-    return gathered, _products(entry, (first, second), target)
+    products = _products(entry, (first, second), target)
+    return gathered, ProductKernels(
+        *(replace(kernel, refuse=_require_decoded) for kernel in products)
+    )
+
+
+def _require_decoded(problem: RowsProblem, _tensors: Operands) -> None:
+    facts.require_decoded(problem.moe, problem.tactic)
 
 
 def _decoded_gather_numbers(of: LaunchContext[RowsProblem, RowsForm]) -> tuple[Any, ...]:
@@ -235,7 +242,8 @@ def routed_experts(
 ) -> KernelSequence[MoeProblem]:
     """Return the kernels of a call: `out` is float32 [T, D], or BF16 with `shared` added.
 
-    `decoded` are those of many rows, for a call that names nothing between its kernels.
+    `decoded` are the kernels that decode rows once. They serve where `decodes_rows` says so, and
+    where they have all that the call names, in the same shape.
     """
     shorter = None if decoded is None else (decoded, facts.decodes_rows)
     return _call((GATHER, *products), target, shorter)

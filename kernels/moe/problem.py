@@ -165,6 +165,7 @@ DECODED_TACTICS = (
     GemmTactic(150, rows=192, columns=128, inner=facts.SPAN),
     DECODED,
 )
+DECODED_TILES = frozenset((each.rows, each.columns, each.inner) for each in DECODED_TACTICS)
 GRANULE = 16  # rows of a tile are loaded, multiplied and written in steps of so many
 # Columns of the instructions of a tile, by its rows. Each is a loop of its own in machine code, so
 # they are close together where most experts are.
@@ -186,10 +187,33 @@ def choose_tactic(problem: MoeProblem, target: str) -> GemmTactic:
     return next(tactic for tactic in TACTICS[target] if mean <= tactic.rows_up_to)
 
 
+def has_whole_scale_tiles(problem: MoeProblem) -> bool:
+    """Return whether hidden and width are whole tiles of scales, as decoded rows need."""
+    return (problem.hidden | problem.width) % facts.SCALE_TILE_ROWS == 0
+
+
 def decodes_rows(problem: MoeProblem, target: str) -> bool:
     """Return whether a call decodes its rows once; else every tile decodes them anew."""
-    whole = (problem.hidden | problem.width) % facts.SCALE_TILE_ROWS == 0
-    return target == SM90A.name and whole
+    return target == SM90A.name and has_whole_scale_tiles(problem)
+
+
+def require_decoded(problem: MoeProblem, tactic: GemmTactic) -> None:
+    """Raise where the kernels of decoded rows have no form."""
+    if not has_whole_scale_tiles(problem):
+        raise ShapeMismatch(
+            "hidden, width of decoded experts",
+            (problem.hidden, problem.width),
+            f"multiples of {facts.SCALE_TILE_ROWS}",
+            "Call sm90_moe_nvfp4, which takes all sizes.",
+        )
+    alone = (tactic.cluster_rows, tactic.cluster_columns) == (1, 1)
+    if not alone or (tactic.rows, tactic.columns, tactic.inner) not in DECODED_TILES:
+        raise InvalidArgument(
+            "tactic of decoded experts",
+            tactic,
+            "a tile of DECODED_TACTICS, without a cluster",
+            "Leave it out.",
+        )
 
 
 def choose_decoded_tactic(problem: MoeProblem) -> GemmTactic:

@@ -328,6 +328,7 @@ def read_weights(ring: Any, state: Any, held: Any, at: WeightPlace) -> tuple[lis
 def add_pair(ring: Any, states: Any, fragments: Any, own: Any, *, begins: bool) -> tuple[Any, Any]:
     """Add two stages: decode each into its registers while the wgmma of the stage before run.
 
+    Both are waited for before the pair in front is given back: a ring has four stages at least.
     Trap: both are waited for first. ptxas runs all wgmma one by one where a thread waits for a
     barrier between two stages whose wgmma are under way.
     """
@@ -550,6 +551,7 @@ def launch_decoded(
 
 def launch_many(pointers: Any, extents: Any, form: Any, stream: Any) -> None:
     """Launch tiles of many rows."""
+    assert facts.decoded_stages(form.gemm) >= 4, "two pairs of stages are under way"
     m, n, k, experts, blocks = extents
     of_gemm = form.gemm
     numbers, codes, scales, *known = pointers

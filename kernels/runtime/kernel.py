@@ -415,8 +415,8 @@ class KernelSequence(Generic[P]):
     kernels: tuple[Kernel[Any, Any], ...]
     problems: Callable[[P, Any, Operands], tuple[Any, ...]]  # of the kernels, by a tactic
     results: Callable[[P, Mapping[str, Any]], dict[str, Any]]
-    # Fewer kernels with the same results for some problems of a target, unless a caller names what
-    # they do not make.
+    # Kernels with the same results for some problems of a target, unless a caller names what they
+    # do not have, or make in another shape.
     shorter: tuple[KernelSequence[P], Callable[[P, str], bool]] | None = None
 
     @cached_property
@@ -424,9 +424,25 @@ class KernelSequence(Generic[P]):
         """Return the names of the operands."""
         return tuple(dict.fromkeys(name for kernel in self.kernels for name in kernel.names))
 
-    def takes(self, given: Operands) -> bool:
-        """Return whether all that is named is an operand."""
-        return given.keys() <= set(self.names)
+    def takes(
+        self, problem: P, given: Operands, between: Mapping[str, ExpectedOperand[Any]]
+    ) -> bool:
+        """Return whether all that is named is an operand, and those `between` are the same here."""
+        if not given.keys() <= set(self.names):
+            return False
+        if not between:
+            return True
+        return all(
+            (operand.shape, operand.dtype) == (known.shape, known.dtype)
+            for kernel, own in self._steps(problem, None, given)
+            for operand in kernel.prepared(own).operands
+            if (known := between.get(operand.name)) is not None
+        )
+
+    def _steps(
+        self, problem: P, tactic: Any, given: Operands
+    ) -> tuple[tuple[Kernel[Any, Any], Any], ...]:
+        return tuple(zip(self.kernels, self.problems(problem, tactic, given), strict=True))
 
     def run(
         self, problem: P, settings: CompileSettings, tactic: Any = None, /, **given: Tensor | None
@@ -436,11 +452,11 @@ class KernelSequence(Generic[P]):
         A tactic replaces the chosen one.
         """
         _require_known(given, self.names)
-        steps = tuple(zip(self.kernels, self.problems(problem, tactic, given), strict=True))
-        made: set[str] = set()
+        steps = self._steps(problem, tactic, given)
+        made: dict[str, ExpectedOperand[Any]] = {}
         for kernel, own in steps:
             prepared = kernel.prepared(own)
-            made |= {output.name for output in prepared.outputs}
+            made |= {output.name: output for output in prepared.outputs}
             for operand in prepared.operands:
                 if operand.name in given or operand.name not in made:
                     operand.require(own, given.get(operand.name))
@@ -449,7 +465,11 @@ class KernelSequence(Generic[P]):
         targets = {kernel.target_of(place) for kernel in self.kernels}
         if self.shorter is not None and tactic is None:
             sequence, serves = self.shorter
-            if sequence.takes(given) and all(serves(problem, target) for target in targets):
+            last = {output.name for output in prepared.outputs}
+            # What lies between the kernels may have another shape there.
+            between = {name: made[name] for name in given.keys() & made.keys() - last}
+            served = all(serves(problem, target) for target in targets)
+            if served and sequence.takes(problem, given, between):
                 return sequence.run(problem, settings, None, **given)
         tensors: Operands = given
         for kernel, own in steps:

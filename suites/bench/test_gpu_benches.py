@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ON_GPU = [name for name in names() if bench_named(name).device(options_of(name))]
-TINY_MOE = {"V4-Flash": (128, 64, 4, 2), "V4-Pro": (128, 64, 4, 2)}
+TINY_MOE = {"V4-Flash": (256, 128, 4, 2), "V4-Pro": (256, 128, 4, 2)}
 OF_MODELS = (
     "decoder",
     "decoder-v32",

@@ -28,6 +28,7 @@ from degarble.suites.kernels.moe import by_row_checks as checks
 from degarble.suites.kernels.moe.by_row_checks import Case
 from degarble.suites.kernels.moe.contract import BY_ROW_TACTICS
 from degarble.suites.kernels.moe.moe_faults import as_they_are, not_clamped
+from degarble.suites.support.pretended_gpu import META, pretended_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -559,6 +560,26 @@ def test_one_row_alone_has_the_bits_of_its_product_with_others(
             input_scale=one, number=torch.zeros_like(one, dtype=torch.int32).reshape(1, 1),
         )  # fmt: skip
         assert torch.equal(made, want[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("named", "launches"),
+    [((), 3), (("out",), 3), (("gate_and_up", "products", "places", "out"), 3), (("x_rows",), 5)],
+)
+def test_walks_decode_rows_themselves_unless_decoded_rows_are_named(
+    named: tuple[str, ...], launches: int
+) -> None:
+    """What both ways have between their kernels has one shape."""
+    call: Any = import_module("degarble.kernels.moe.sm90_moe_by_row").KERNEL
+    case = Case(ByRowProblem(MoeProblem(1, 512, 256, 16, 6, 16, 10.0), shared=True), "even", 0)
+    given = {name: tensor.to(META) for name, tensor in checks.given_of(case, "cpu").items()}
+    made: dict[str, Any] = {}
+    for kernel, own in zip(call.kernels, call.problems(case.problem, None, given), strict=True):
+        made |= kernel.allocate(own, torch.device(META))
+    heard: list[Any] = []
+    with pretended_gpu(heard=lambda kernel, _form: heard.append(kernel)):
+        call.run(case.problem, checks.SETTINGS, **given, **{name: made[name] for name in named})
+    assert len(heard) == launches
 
 
 @pytest.mark.h200

@@ -36,6 +36,8 @@ from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe import moe_faults as faults
 from degarble.suites.kernels.moe.contract import MODELS, problem_of
 from degarble.suites.kernels.moe.moe_checks import Case
+from degarble.suites.kernels.runtime import product_cases
+from degarble.suites.support.pretended_gpu import META, pretended_gpu
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -219,7 +221,8 @@ def test_stages_of_decoded_rows_fit(tactic: Any) -> None:
         stage = tactic.rows * tactic.inner * 2 + facts.decoded_weight_bytes(form)
         held = count * stage + output + 16 * count
         assert held <= TARGETS["sm_90a"].shared_memory_bytes
-        assert count >= 3  # two of them are multiplied while the next one is loaded
+        # Of few rows two are multiplied while the next one is loaded; of many rows it is by pairs.
+        assert count >= (3 if tactic.inner > gemm_facts.SPAN else 4)
         loading, multiplying = facts.decoded_registers(form)
         threads = 128 * (1 + facts.decoded_groups(form))
         most = gemm_facts.REGISTERS_OF_PROCESSOR // threads // 8 * 8 * threads
@@ -228,6 +231,121 @@ def test_stages_of_decoded_rows_fit(tactic: Any) -> None:
         assert widths[-1] == tactic.rows
         step = math.gcd(*widths)
         assert tactic.rows // step <= 32  # a lane looks at a step
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls that decode rows once, on a pretended GPU: which those are, and what their kernels refuse.
+
+MANY = MoeProblem(1024, 256, 128, 64, 6, 64)  # tiles of 128 rows, or of 192 that are decoded once
+FEW = MoeProblem(8, 256, 128, 64, 6, 64)  # tiles of 16 rows either way
+BETWEEN = ("rows", "counts", "tiles", "slots", "places", "products")
+
+
+def on_meta(problem: MoeProblem) -> dict[str, torch.Tensor]:
+    """Return the operands of a call, without memory."""
+    return {
+        name: torch.empty(of.shape, dtype=of.dtype, device=META)
+        for name, of in product_cases.moe_operands(problem).items()
+    }
+
+
+def multiplied_by(problem: MoeProblem, *named: str) -> str:
+    """Run a call that names some of what it makes; return the module of its products."""
+    call: Any = kernel_named("sm90_moe_nvfp4")
+    given = on_meta(problem)
+    made: dict[str, Any] = {}
+    heard: list[str] = []
+    for kernel, own in zip(call.kernels, call.problems(problem, None, given), strict=True):
+        made |= kernel.allocate(own, torch.device(META))
+
+    def hear(kernel: Any, _form: Any) -> None:
+        heard.append(kernel.entry.__module__.rpartition(".")[2])
+
+    with pretended_gpu(heard=hear):
+        own = {name: made[name] for name in named}
+        result = call.run(problem, checks.SETTINGS, **given, **own)
+    assert len(heard) == 5
+    assert result["out"] is own.get("out", result["out"])
+    assert heard[2] == heard[3]
+    return heard[2]
+
+
+def test_calls_that_name_nothing_between_kernels_decode_rows_once() -> None:
+    for problem in (MANY, FEW):
+        for named in ((), ("out",)):
+            assert multiplied_by(problem, *named) == "sm90_moe_decoded"
+
+
+@pytest.mark.parametrize("name", ["tiles", "slots", "products", "x_codes", "hidden_scales"])
+def test_a_call_that_names_what_other_tiles_shape_otherwise_keeps_its_own(name: str) -> None:
+    """Its memory is right, so it is neither refused nor given to kernels that would misread it."""
+    for named in ((name,), BETWEEN + ((name,) if name not in BETWEEN else ())):
+        assert multiplied_by(MANY, *named) == "sm90_moe_nvfp4"
+
+
+def test_a_call_that_names_what_has_one_shape_in_all_tiles_decodes_rows_once() -> None:
+    assert multiplied_by(MANY, "counts", "places") == "sm90_moe_decoded"
+    assert multiplied_by(FEW, *BETWEEN) == "sm90_moe_decoded"
+    assert multiplied_by(FEW, "x_codes") == "sm90_moe_nvfp4"
+
+
+def unheard(kernel: Any, _form: Any) -> None:
+    pytest.fail(f"{kernel.entry.__name__} is launched")
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(192, 192), (256, 192), (192, 256)])
+def test_kernels_of_decoded_rows_refuse_parts_of_a_tile_of_scales(
+    decoded: ModuleType, hidden: int, width: int
+) -> None:
+    problem = replace(FEW, hidden=hidden, width=width)
+    given = on_meta(problem)
+    rows = facts.rows_of_call(problem, checks.TARGET, facts.DECODED_TACTICS[0])
+    with pretended_gpu(heard=unheard):
+        with pytest.raises(ShapeMismatch, match=r"multiples of 128.*sm90_moe_nvfp4"):
+            decoded.KERNEL.run(problem, checks.SETTINGS, **given)
+        for kernel in (decoded.GATHER, decoded.FC1, decoded.FC2):
+            own = kernel.prepared(rows).operands
+            alone = {
+                each.name: torch.empty(each.shape, dtype=each.dtype, device=META)
+                for each in own if each.present
+            }  # fmt: skip
+            with pytest.raises(ShapeMismatch, match="hidden, width of decoded experts"):
+                kernel.run(rows, checks.SETTINGS, **alone)
+
+
+@pytest.mark.parametrize(
+    "tactic",
+    [
+        pytest.param(facts.TILES[checks.TARGET][128], id="rows"),
+        pytest.param(replace(facts.DECODED_TACTICS[0], columns=128), id="columns"),
+        pytest.param(replace(facts.DECODED, inner=128), id="inner"),
+        pytest.param(replace(facts.DECODED, cluster_rows=2), id="cluster of rows"),
+        pytest.param(replace(facts.DECODED, cluster_columns=2), id="cluster of columns"),
+    ],
+)
+def test_kernels_of_decoded_rows_refuse_other_tiles(decoded: ModuleType, tactic: Any) -> None:
+    given = on_meta(FEW)
+    with pretended_gpu(heard=unheard), pytest.raises(InvalidArgument, match="tactic of decoded"):
+        decoded.KERNEL.run(FEW, checks.SETTINGS, tactic, **given)
+
+
+@pytest.mark.parametrize("tactic", facts.DECODED_TACTICS, ids=lambda tactic: str(tactic.rows))
+def test_kernels_of_decoded_rows_take_every_tile_of_the_table(
+    decoded: ModuleType, tactic: Any
+) -> None:
+    with pretended_gpu():
+        made = decoded.KERNEL.run(FEW, checks.SETTINGS, tactic, **on_meta(FEW))
+    assert made["out"].shape == (FEW.tokens, FEW.hidden)
+
+
+def test_a_ring_of_fewer_than_two_pairs_of_stages_is_not_compiled(
+    decoded: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads would wait for a stage that is loaded only after they have given one back."""
+    form, _ = facts.forms_of(problem_of("v4-pro", 1), checks.TARGET, facts.DECODED)
+    monkeypatch.setattr(facts, "decoded_stages", lambda _form: 3)
+    with pytest.raises(AssertionError, match="two pairs of stages"):
+        decoded.launch_many((), (), form, None)
 
 
 # --------------------------------------------------------------------------------------------------

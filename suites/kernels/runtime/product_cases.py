@@ -168,7 +168,7 @@ def _moe_cases() -> Iterator[LaunchCase]:
             MoeProblem(300, 256, 128, experts=4, chosen=2, routed=4, weighting=BEFORE_W2),
             MoeProblem(2000, 512, 256, experts=3, chosen=2, routed=8),
         ):
-            given = _moe_operands(problem)
+            given = moe_operands(problem)
             local = {"local": Given(INT32, (problem.routed,))}
             given |= local if problem.experts < problem.routed else {}
             yield LaunchCase(name, problem, given, target)
@@ -176,7 +176,7 @@ def _moe_cases() -> Iterator[LaunchCase]:
         yield LaunchCase(name, problem, given | shared, target)
         name = f"{architecture}_shared_expert"
         alone = MoeProblem(3, 256, 128, experts=1, chosen=1, routed=1, limit=10.0)
-        yield LaunchCase(name, alone, _moe_operands(alone), target)
+        yield LaunchCase(name, alone, moe_operands(alone), target)
         for tokens, scales in ((3, FP32), (5, BYTES)):
             of_fp8 = {
                 "x": Given(BF16, (tokens, 256)),
@@ -193,7 +193,7 @@ def _decoded_cases() -> Iterator[LaunchCase]:
         MoeProblem(3, 256, 128, 4, 2, 4, 10.0),
         MoeProblem(300, 256, 128, 3, 2, 8, weighting=BEFORE_W2),
     ):
-        given, mapped = _moe_operands(moe), moe.experts < moe.routed
+        given, mapped = moe_operands(moe), moe.experts < moe.routed
         local = {"local": Given(INT32, (moe.routed,))} if mapped else {}
         yield LaunchCase(name, moe, given | local)
         rows = RowsProblem(moe, choose_decoded_tactic(moe), mapped)
@@ -213,7 +213,8 @@ def _decoded_cases() -> Iterator[LaunchCase]:
         yield LaunchCase(f"{name}.FC2", rows, {**hidden, **w2, **order})
 
 
-def _moe_operands(p: MoeProblem) -> dict[str, Given]:
+def moe_operands(p: MoeProblem) -> dict[str, Given]:
+    """Return what a call of experts reads."""
     slots = p.tokens, p.chosen
     given = {
         "x": Given(BF16, (p.tokens, p.hidden)),
@@ -241,7 +242,7 @@ def _experts_cases() -> Iterator[LaunchCase]:
         ):
             mapped = moe.experts < moe.routed
             rows = replace(rows_of_call(moe, target, mapped=mapped), shown=shown)
-            given, order = _moe_operands(moe), _order(rows)
+            given, order = moe_operands(moe), _order(rows)
             plan = {"experts": given["experts"]}
             plan |= {"local": Given(INT32, (moe.routed,))} if mapped else {}
             yield LaunchCase("simt_moe_rows.PLAN", rows, plan, target)
@@ -273,7 +274,7 @@ def _by_row_cases() -> Iterator[LaunchCase]:
     for shared, target in ((True, "sm_90a"), (False, "sm_90a"), (True, "sm_100a")):
         moe = MoeProblem(3, 256, 128, 4, 2, 4, 10.0)
         problem = ByRowProblem(moe, shared)
-        stacked = _moe_operands(replace(moe, experts=4 + shared, routed=4 + shared))
+        stacked = moe_operands(replace(moe, experts=4 + shared, routed=4 + shared))
         given = stacked if shared else stacked | {"shared": Given(BF16, (3, 256))}
         yield LaunchCase("sm90_moe_by_row", problem, given, target)
         rows = problem.rows
