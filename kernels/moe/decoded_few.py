@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float16, Float32, Int32, Int64, Uint32, cute, pipeline
+from cutlass import Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from degarble.harness.formats import scalar_ops as codecs
@@ -41,16 +41,6 @@ OF_ROW = 128  # bytes of a warpgroup's row of an outgoing tile: 64 numbers, or 3
 SCALE_TILE = gemm.SCALE_TILE_BYTES // 4  # words
 # What sums are multiplied by: tokens are times 2**DECODED_EXPONENT, and weights as codes are.
 RESTORE = 2.0 ** -(stages.DECODED_EXPONENT + HALF_VALUE_EXPONENT)
-
-
-class FewGroups(NamedTuple):
-    """Tensors that the walk and the epilogue read in addition to the operands."""
-
-    scale_a: Any  # of each expert
-    scale_b: Any  # of each expert, part by part
-    rows: Any  # of all groups
-    experts: Any  # of each tile of rows
-    slots: Any  # of each row
 
 
 class FewLeaving(NamedTuple):
@@ -121,33 +111,13 @@ def shared_memory(memory: Any, form: gemm.GemmForm) -> FewMemory:
     )
     return FewMemory(
         (
-            swizzled(tokens, of_tokens, Float16),
-            swizzled(codes, of_codes, Uint32),
+            decoded_rows.swizzled(tokens, of_tokens, Float16),
+            decoded_rows.swizzled(codes, of_codes, Uint32),
             cute.make_tensor(scales, of_scales),
         ),
-        swizzled(tokens, whole, Float16),
+        decoded_rows.swizzled(tokens, whole, Float16),
         weights,
         view(leaving, CHUNK_WORDS, tactic.rows * OF_ROW // 4, gemm.consumers(form)),
-    )
-
-
-def swizzled(pointer: Any, layout: Any, element: Any) -> Any:
-    """View words as elements under a swizzled layout."""
-    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=element), layout.outer)
-
-
-def ring_of(memory: Any, form: gemm.GemmForm) -> Any:
-    """Make the ring of stages; who loads says for every tile how many bytes a stage has."""
-    group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
-    count = facts.decoded_stages(form)
-    return pipeline.PipelineTmaAsync.create(
-        barrier_storage=memory.allocate_array(Int64, 2 * count),
-        num_stages=count,
-        producer_group=group(agent),
-        consumer_group=group(agent, gemm.consumers(form) * gemm.WARPGROUP // gemm.WARP),
-        tx_count=0,
-        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-        defer_sync=True,
     )
 
 
@@ -155,7 +125,7 @@ def ring_of(memory: Any, form: gemm.GemmForm) -> Any:
 def decoded_few_kernel(
     feeds: tuple[mainloop.TmaFeed, ...],
     leaving: FewLeaving,
-    groups: FewGroups,
+    groups: decoded_rows.Groups,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -165,7 +135,7 @@ def decoded_few_kernel(
     group = cute.arch.make_warp_uniform(thread // gemm.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
     held = shared_memory(memory, form.gemm)
-    ring = ring_of(memory, form.gemm)
+    ring = decoded_rows.ring_of(memory, form.gemm)
     mainloop.begin(tactic)
 
     walk = mainloop.walk_of((Int32(groups.rows[0]), extents[0]), tactic, groups.experts)
@@ -305,9 +275,10 @@ def add_stage(ring: Any, states: Any, fragments: Any, own: Any, *, begins: bool)
     ring.consumer_wait(state)
     for span in range(spans):
         where = at.codes[span] + of_codes
-        codes = [words_from(where, away, stages.WORDS) for away in (0, at.below[0])]
+        codes = [shared_words_at(where, away, stages.WORDS) for away in (0, at.below[0])]
         bits = [
-            words_from(of_scales, span * SCALE_TILE * 4 + away, 1)[0] for away in (0, at.below[1])
+            shared_words_at(of_scales, span * SCALE_TILE * 4 + away, 1)[0]
+            for away in (0, at.below[1])
         ]
         if not begins or span >= 2:
             warpgroup.wait_group(1)
@@ -321,7 +292,7 @@ def add_stage(ring: Any, states: Any, fragments: Any, own: Any, *, begins: bool)
     return state, before
 
 
-def words_from(address: Any, away: int, count: int) -> list[Any]:
+def shared_words_at(address: Any, away: int, count: int) -> list[Any]:
     """Read adjacent words of shared memory, a constant number of bytes behind an address."""
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
     if count == 1:
@@ -350,7 +321,7 @@ def decode_span(read: Any, registers: Any, block: Any, place: int) -> None:
             registers[at + 2] = pairs[2 * step + 1]
 
 
-def scales_of(groups: FewGroups, matrix: Any, expert: Any) -> tuple[Any, Any]:
+def scales_of(groups: decoded_rows.Groups, matrix: Any, expert: Any) -> tuple[Any, Any]:
     """Return the factors of a matrix's sums, the exact power of two first."""
     _, factor = few_rows.scales_of(groups, matrix, expert)
     return RESTORE, factor
@@ -486,7 +457,7 @@ def launched(pointers: Any, extents: Any, form: Any, stream: Any, use_pdl: bool)
     of_gemm = form.gemm
     numbers, codes, scales, *known = pointers
     out, *epilogue = known[5:]
-    groups = FewGroups(*rows.flat(known[:5]))
+    groups = decoded_rows.Groups(*rows.flat(known[:5]))
     parts, k = of_gemm.parts, cute.assume(k, divby=gemm.SCALE_TILE_ROWS)
     part = n // parts
     layout = cute.make_layout((m, SPAN, k // SPAN), stride=(Int64(k), 1, SPAN))

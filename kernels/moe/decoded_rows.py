@@ -12,10 +12,11 @@ import math
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.gemm import nvfp4_stages as stages
+from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe import simt_moe_rows as rows
 from degarble.kernels.primitives import device_words as words
@@ -43,6 +44,39 @@ def decoded_chunks(codes: list[list[Any]], scales: Any) -> list[list[Any]]:
             for place in range(PAIRS)
         ]
     return made
+
+
+# ---- what products of few rows and of many share -------------------------------------------------
+
+
+class Groups(NamedTuple):
+    """Tensors that the walk and the epilogue read in addition to the operands."""
+
+    scale_a: Any  # of each expert
+    scale_b: Any  # of each expert, part by part
+    rows: Any  # of all groups
+    experts: Any  # of each tile of rows
+    slots: Any  # of each row
+
+
+def swizzled(pointer: Any, layout: Any, element: Any) -> Any:
+    """View words as elements under a swizzled layout."""
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=element), layout.outer)
+
+
+def ring_of(memory: Any, form: gemm.GemmForm) -> Any:
+    """Make the ring of stages; who loads says for every tile how many bytes a stage has."""
+    group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
+    count = facts.decoded_stages(form)
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=memory.allocate_array(Int64, 2 * count),
+        num_stages=count,
+        producer_group=group(agent),
+        consumer_group=group(agent, facts.decoded_groups(form) * gemm.WARPGROUP // gemm.WARP),
+        tx_count=0,
+        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        defer_sync=True,
+    )
 
 
 # ---- which rows a tile multiplies ----------------------------------------------------------------

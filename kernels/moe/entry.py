@@ -216,7 +216,11 @@ def described_decoded(
         ),
     )  # fmt: skip
     gathered = replace(
-        GATHER, entry=gather, operands=(*GATHER.operands[:-2], numbers("x", hidden, output=True)),
+        GATHER, entry=gather,
+        operands=(
+            *(each for each in GATHER.operands if not each.output),
+            numbers("x", hidden, output=True),
+        ),
         numbers=_decoded_gather_numbers, target=target, refuse=_require_decoded,
     )  # fmt: skip
     products = _products(entry, (first, second), target)

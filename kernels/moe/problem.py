@@ -161,7 +161,7 @@ FIRST_TACTICS: Mapping[str, GemmTactic] = {
 # instruction of as many columns as its rows need.
 DECODED = GemmTactic(facts.ANY, rows=256, columns=128, inner=facts.SPAN, group=2)
 DECODED_TACTICS = (
-    *TACTICS[SM90A.name][:3],
+    *(each for each in TACTICS[SM90A.name] if each.inner > facts.SPAN),
     GemmTactic(150, rows=192, columns=128, inner=facts.SPAN),
     DECODED,
 )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute, pipeline
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from degarble.harness.formats import scalar_ops as codecs
@@ -32,6 +32,7 @@ from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as gemm
+from degarble.kernels.gemm import sm90_gemm_nvfp4 as coded
 from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.moe import decoded_few, decoded_rows, few_rows
 from degarble.kernels.moe import problem as facts
@@ -53,16 +54,6 @@ LANES = 32
 
 
 # ---- products: memory ----------------------------------------------------------------------------
-
-
-class DecodedGroups(NamedTuple):
-    """Tensors that the walk and the epilogue read in addition to the operands."""
-
-    scale_a: Any  # of each expert
-    scale_b: Any  # of each expert, part by part
-    rows: Any  # of all groups
-    experts: Any  # of each tile of rows
-    slots: Any  # of each row
 
 
 class DecodedLeaving(NamedTuple):
@@ -133,42 +124,16 @@ def shared_memory(memory: Any, form: gemm.GemmForm) -> DecodedMemory:
     places = facts.decoded_output_bytes(form) // 16
     return DecodedMemory(
         (
-            swizzled(tokens, of_boxes, Float16),
-            swizzled(tokens, of_halves, Float16),
-            swizzled(codes, of_codes, Uint32),
+            decoded_rows.swizzled(tokens, of_boxes, Float16),
+            decoded_rows.swizzled(tokens, of_halves, Float16),
+            decoded_rows.swizzled(codes, of_codes, Uint32),
             cute.make_tensor(scales, of_scales),
         ),
-        swizzled(tokens, whole, Float16),
-        in_stages(codes, stages.WORDS, cute.cosize(of_codes) // count, count),
-        in_stages(scales, 1, cute.cosize(of_scales) // count, count),
-        swizzled(pieces, outgoing, BFloat16),
-        in_stages(pieces, CHUNK_WORDS, places * CHUNK_WORDS, 1),
-    )
-
-
-def swizzled(pointer: Any, layout: Any, element: Any) -> Any:
-    """View words as elements under a swizzled layout."""
-    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=element), layout.outer)
-
-
-def in_stages(pointer: Any, count: int, stage: int, held: int) -> Any:
-    """View stages of `stage` words as (words moved at once, places, stages)."""
-    layout = cute.make_layout((count, stage // count, held), stride=(1, count, stage))
-    return cute.make_tensor(pointer, layout)
-
-
-def ring_of(memory: Any, form: gemm.GemmForm) -> Any:
-    """Make the ring of stages; who loads says for every tile how many bytes a stage has."""
-    group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
-    count = facts.decoded_stages(form)
-    return pipeline.PipelineTmaAsync.create(
-        barrier_storage=memory.allocate_array(Int64, 2 * count),
-        num_stages=count,
-        producer_group=group(agent),
-        consumer_group=group(agent, facts.decoded_groups(form) * gemm.WARPGROUP // gemm.WARP),
-        tx_count=0,
-        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-        defer_sync=True,
+        decoded_rows.swizzled(tokens, whole, Float16),
+        coded.side_by_side(codes, stages.WORDS, cute.cosize(of_codes) // count, count),
+        coded.side_by_side(scales, 1, cute.cosize(of_scales) // count, count),
+        decoded_rows.swizzled(pieces, outgoing, BFloat16),
+        coded.side_by_side(pieces, CHUNK_WORDS, places * CHUNK_WORDS, 1),
     )
 
 
@@ -179,7 +144,7 @@ def ring_of(memory: Any, form: gemm.GemmForm) -> Any:
 def decoded_kernel(
     feeds: tuple[mainloop.TmaFeed, ...],
     leaving: DecodedLeaving,
-    groups: DecodedGroups,
+    groups: decoded_rows.Groups,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -189,7 +154,7 @@ def decoded_kernel(
     group = cute.arch.make_warp_uniform(thread // gemm.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
     held = shared_memory(memory, form.gemm)
-    ring = ring_of(memory, form.gemm)
+    ring = decoded_rows.ring_of(memory, form.gemm)
     mainloop.begin(tactic)
 
     walk = mainloop.walk_of((Int32(groups.rows[0]), extents[0]), tactic, groups.experts)
@@ -556,7 +521,7 @@ def launch_many(pointers: Any, extents: Any, form: Any, stream: Any) -> None:
     of_gemm = form.gemm
     numbers, codes, scales, *known = pointers
     out, *epilogue = known[5:]
-    groups = DecodedGroups(*rows.flat(known[:5]))
+    groups = decoded_rows.Groups(*rows.flat(known[:5]))
     parts, k = of_gemm.parts, cute.assume(k, divby=gemm.SCALE_TILE_ROWS)
     part = n // parts
     matrices = [cute.make_tensor(numbers, cute.make_layout((m, k), stride=(Int64(k), 1)))] * 2

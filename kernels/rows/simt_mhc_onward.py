@@ -18,6 +18,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.primitives.device_words import (
     FLAT,
     computed_here,
@@ -102,11 +103,7 @@ def words_from(address: Any, count: int) -> list[Any]:
 
     The compiler would put off loads until what stands in front of their first use has arrived.
     """
-    if count == 1:
-        return [emit("ld.global.b32 {$w0}, [{$r0}];", Uint32, address)]
-    text = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
-    made = cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=[address])
-    return list(made)
+    return [ptx.global_word(address)] if count == 1 else ptx.global_words(address, count)
 
 
 def words_apart(address: Any, apart: int, count: int) -> list[Any]:
