@@ -200,13 +200,14 @@ def issue(feeding: BlockFeed, box: tuple[Any, ...], stage: Any, barrier: Any) ->
 #   2. the storing warp waits until at most one of its TMA stores still reads a buffer;
 #   3. named barrier of the group; registers to a swizzled buffer; fence to the async proxy;
 #   4. named barrier of the group; the storing warp (warp 0 of the group) issues the TMA store.
-# A group has PIECES_AT_ONCE = 2 buffers and its own named barrier, so groups do not wait for each
-# other, and stores overlap with the loads of the next tile. TMA omits what lies outside D: there is
-# no predicate for tails.
+# A group has `pieces_at_once` buffers (two, or with `store_at_once` one for each piece of a tile)
+# and its own named barrier, so groups do not wait for each other, and stores overlap with the loads
+# of the next tile. TMA omits what lies outside D: there is no predicate for tails.
 #
 # Use: `store_of` in the jitted launch makes the TMA atom of D; `EpilogueBuffers` holds a group's
 # barrier, buffers and register layout (a tiled copy: `wgmma_copy` on sm_90a, a copy by rows
-# on sm_100a); `store_piece` stores each piece; `drain` runs before the thread block ends.
+# on sm_100a); `store_piece` stores each piece, or `store_at_once` a whole tile; `drain` runs before
+# the thread block ends.
 
 
 class TmaStore(NamedTuple):
@@ -327,7 +328,7 @@ def store_piece(
 
 @cute.jit
 def store_at_once(outlet: EpilogueBuffers, sums: list[Any], places: list[tuple[Any, Any]]) -> None:
-    """Store all pieces of a warpgroup's tile, each from a buffer of its own: it meets but twice.
+    """Store a warpgroup's tile at once, each piece from a buffer of its own: two barriers a tile.
 
     `sums` are of 64 rows each, whose first piece lies at (row, column) of `places`.
     """

@@ -318,8 +318,8 @@ def multiply_units(
 ) -> None:
     """Add up a warp's part of K of one unit after the other, and leave the sums.
 
-    The place: warp, lane, whether this warp writes the places of slots, how many those are. Told
-    are the form, and the rounds in which the warp's part of K has a step.
+    The place: warp, lane, whether this warp writes the places of slots, how many those are.
+    `told`: the form, and the rounds in which the warp's part of K has a step.
     """
     form, steps = told
     warp, lane, tells, slots = place
@@ -363,7 +363,8 @@ def multiply_units(
             else:
                 ptx.arrive(barrier + EMPTY, lane == 0)
             at, phase = next_place(at, phase, form.stages)
-        # Its place is free: this unit's copies began behind the sums that it held (form.lag).
+        # Free: this unit's copies were issued after the place's last sums had been added up
+        # (form.lag).
         if lane % 4 == 0:  # column 0 of an mma, the only row of activations
             ptx.store_number(to + buffer * facts.SUM_BYTES, sums[0])
             ptx.store_number(to + (buffer * facts.SUM_BYTES + 8 * 4), sums[2])
@@ -401,7 +402,8 @@ def add_unit(
         output = product.row_of(tile + side, place, SWIZZLE_128X4.name)
         at = Int64(matrix) * Int64(task.outputs) + Int64(output)
         ptx.store_rounded(pointers[4].toint() + at * 2, ops.multiply_rn(total, scale))
-    cute.arch.sync_warp()  # all sums are read: the next copy is of the unit that replaces them
+    # The store needed all sums, so none is still being read: the next copy may replace them.
+    cute.arch.sync_warp()
 
 
 def added(start: Any, form: W4A16WalkForm) -> Any:

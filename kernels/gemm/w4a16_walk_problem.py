@@ -73,14 +73,18 @@ class W4A16WalkForm:
 
     @property
     def kept_values(self) -> int:
-        """Return how many values of a row a lane brings at once: so many that all lanes do."""
+        """Return the values of a row that a lane loads at once.
+
+        Four where a round is the whole row, so that all 32 lanes load; else eight.
+        """
         return product.STEP // 32 if self.source != DECODED and self.rounds == 1 else 8
 
     @property
     def lag(self) -> int:
         """Return how many units are loaded beyond the one that is added up next.
 
-        So many hold all stages at least: waiting for sums lets no stage stand empty.
+        Units under way fill all stages, unless SUM_BUFFERS limits them: then a stage may stay empty
+        while sums are added.
         """
         lag: int = min(SUM_BUFFERS - 1, ceil_div(self.stages, self.rounds))
         return lag

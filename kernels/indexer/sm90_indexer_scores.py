@@ -16,6 +16,8 @@ One stage: look up pages, TMA (box by box, zeros past the end); wgmma; relu, wei
 stage; key scales; store. Tokens of a tile may belong to several sequences: the keys are walked once
 for each. A thread adds its heads in order, then the four threads of a quad are folded, so a score's
 bits depend on its query, key and weights alone. Barriers are made before the previous launch ends.
+Of one FP8 token a sequence the first warp also prefetches queries, weights and first keys to L2
+then (`ask_early`), from guessed pages.
 
 A page outside the cache counts as keys of zero; a token of an unknown sequence sees nothing.
 Allocates only the scores and never waits for the GPU. Shape letters: T tokens, N heads, I width

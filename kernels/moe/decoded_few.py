@@ -6,10 +6,11 @@ instruction of as many columns as it needs (`WIDTHS`).
 Roles: warp 0 issues TMA; four warpgroups decode 64 rows of weights each, multiply and write, each
   without a wait for another one. Of FC1 a warp has eight rows of gate and the same ones of up; of
   FC2 rows r and r + 32, whose scales lie side by side.
-Pipeline: one ring of stages of 256 or 128 of K, in spans of 64: full is one arrival plus bytes,
-  empty is one arrival per warp that multiplies, after the wgmma that read the stage have ended.
+Pipeline: one ring of stages of 256 or 128 of K, in spans of 64: full is one arrival plus bytes
+  (codes, scales and only the boxes of rows in use), empty is one arrival per warp that multiplies,
+  after the wgmma that read the stage have ended.
 A span: read codes and scales; wait for the wgmma of the last but one; decode into its registers;
-  issue this span's wgmma. A stage is given back behind the second wait of the next one.
+  issue this span's wgmma. A stage is given back after the second wait of the next stage.
 """
 
 from __future__ import annotations

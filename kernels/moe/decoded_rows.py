@@ -1,9 +1,10 @@
-"""Gather experts' rows as FP16 numbers in the order of K.
+"""Rows of experts as FP16 numbers in the order of K.
 
-Numbers are what a row's NVFP4 codes and scales stand for, times a power of two, as the products of
-sm90_moe_decoded read them.
-A warp has 32 blocks of a row; each lane quantises and decodes one; pairs of four blocks make 16
-bytes in shared memory, and leave in lines.
+How wide a tile is, how a row is decoded, what products of few rows and of many share, and the
+gather that writes rows. Numbers are what a row's NVFP4 codes and scales stand for, times a power of
+two, as the products of sm90_moe_decoded read them.
+In the gather a warp has 32 blocks of a row; each lane quantises and decodes one; pairs of four
+blocks make 16 bytes in shared memory, and leave in lines.
 
 Letters: T tokens, K chosen, R rows at most, D hidden
 """

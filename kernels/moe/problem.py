@@ -167,8 +167,8 @@ DECODED_TACTICS = (
 )
 DECODED_TILES = frozenset((each.rows, each.columns, each.inner) for each in DECODED_TACTICS)
 GRANULE = 16  # rows of a tile are loaded, multiplied and written in steps of so many
-# Columns of the instructions of a tile, by its rows. Each is a loop of its own in machine code, so
-# they are close together where most experts are.
+# Columns of the instructions of a tile, by its rows. Each width is a loop of its own in machine
+# code, so only the widths that most experts need are narrow steps.
 WIDTHS: Mapping[int, tuple[int, ...]] = {
     16: (8, 16),
     32: (8, 16, 24, 32),

@@ -11,8 +11,9 @@ are in decoded_few.
 Roles: warp 0 issues TMA; two warpgroups decode 64 rows of weights each, multiply and write. Of FC1
   a warp has eight rows of gate and the same ones of up, so that a thread holds both numbers of an
   output.
-Pipeline: one ring of stages of 64 of K: full is one arrival plus the bytes of this tile's boxes;
-  empty is one arrival per warp that multiplies, after the wgmma that read the stage have ended.
+Pipeline: one ring of stages of 64 of K: full is one arrival plus bytes (codes, scales and only the
+  boxes of rows in use); empty is one arrival per warp that multiplies, after the wgmma that read
+  the stage have ended.
 Two stages at a time: wait for both; read their codes and scales; for each, wait for the wgmma of
   the last but one and give that stage back, decode into its registers, issue this stage's wgmma.
 

@@ -227,14 +227,17 @@ class DecodeScaling(NamedTuple):
 
 
 def quotient_of_one(number: Any) -> Any:
-    """Return one over a float32 by a division, which the compiler may put off; bits as above."""
+    """Return one over a float32 by a division, which the compiler may move.
+
+    The bits are those of `inverse_rn`.
+    """
     return ops.divide_rn(1.0, number)
 
 
 def decoding_of(scale: Any, inverse: Callable[[Any], Any] = quotient_of_one) -> DecodeScaling:
-    """Return what follows from a decode scale; with `inverse_rn` it is computed where this stands.
+    """Return what follows from a decode scale.
 
-    There it waits for the scale to have come.
+    With `inverse_rn` it is computed where it is called, which waits for the load of the scale.
     """
     encode = inverse(scale)
     return DecodeScaling(ops.multiply_rn(encode, codecs.ONE_SIXTH), inverse(encode))

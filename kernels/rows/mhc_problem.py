@@ -39,9 +39,7 @@ MIX_THREADS = 128
 # Tokens of which each has four lanes. Every lane of a token does all steps of Sinkhorn, so beyond
 # one warp for each quarter of each of an H200's 132 processors more lanes take longer.
 MOST_WITH_FOUR = 4224
-# Beyond so many tokens a launch waits before it lets the next one be set up. Thread blocks that
-# stand at their wait take the places that others leave, so launches that all stand ready lie ever
-# more unevenly: of 8,192 tokens up to nine blocks on one processor and none on fifty.
+# Beyond so many tokens a launch waits before it lets the next one be set up: runtime/pdl says why.
 MOST_SET_UP_EARLY = 32
 SMALLEST_WIDTH, LARGEST_WIDTH = CHUNK_VALUES, 1 << 16
 MOST_ITERATIONS = 1000

@@ -312,7 +312,7 @@ def ask_for_products(
 ) -> None:
     """Ask L2 for a token's products and squares: 64 bytes a lane, of two lanes.
 
-    They are there behind the projection that made them, and further away behind anything else.
+    Directly after the projection they are in L2 already; after any other launch they may not be.
     """
     token = lane // form.lanes
     if token < extents[0]:

@@ -2,10 +2,10 @@
 
 One source for sm_90a and sm_100a. A warp is a thread block and has 64 columns of one stream, a
 piece of the projection's K. Its part of the weight is on its way to shared memory before the
-previous launch has ended; then its lanes compute the new values of those
-columns from all four streams and what the sublayer made, which is a row, or the sum of the rows of
-a token's experts. The values go to memory and, as the tokens of a stage, to shared memory. The sums
-of the piece are those of simt_mhc_project, the values those of simt_mhc and of moe's combine.
+previous launch has ended; then its lanes compute the new values of those columns from all four
+streams and what the sublayer made, which is a row, or the sum of the rows of a token's experts. The
+values go to memory and, as the tokens of a stage, to shared memory. The sums of the piece are those
+of simt_mhc_project, the values those of simt_mhc and of moe's combine.
 
 Never waits for the GPU, so it may be captured in a graph. Shape letters as in mhc_few_problem.
 """

@@ -55,7 +55,7 @@ def wait_for_front() -> None:
 
 
 def fetch_weights(address: Any, size: Any) -> None:
-    """Ask for bytes of weights in L2, before `follow`; both are multiples of 16.
+    """Ask for bytes of weights or of rows in L2, before `follow`; both are multiples of 16.
 
     Nothing is read: L2 is also where writes of the previous launch arrive, so its lines stay true.
     """
