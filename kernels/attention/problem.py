@@ -245,6 +245,13 @@ class MergeProblem:
     splits: int
     sinks: bool = True
 
+    def __post_init__(self) -> None:
+        rows.require_extent("splits", self.splits, 1)
+        if self.splits > MOST_SPLITS:
+            raise InvalidArgument(
+                "splits of a merge", self.splits, f"1 to {MOST_SPLITS}", "Attention has no more."
+            )
+
 
 @dataclass(frozen=True)
 class MergeForm:

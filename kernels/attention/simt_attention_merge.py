@@ -15,6 +15,7 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention.problem import MERGED_AT_ONCE, MergeForm, MergeProblem
@@ -172,6 +173,15 @@ def choose_form(problem: MergeProblem, target: str) -> MergeForm:
     return MergeForm(target, problem.sinks, at_once)
 
 
+def refuse_form(problem: MergeProblem, form: MergeForm) -> None:
+    """Raise on a form that would leave out splits."""
+    if problem.splits > form.at_once:
+        raise InvalidArgument(
+            "form of a merge", form, f"at_once of {problem.splits} at least",
+            "Leave the form out: the problem chooses it.",
+        )  # fmt: skip
+
+
 KERNEL = Kernel[MergeProblem, MergeForm](
     entry=launch_merge,
     operands=(
@@ -189,5 +199,6 @@ KERNEL = Kernel[MergeProblem, MergeForm](
         (of.problem.heads, of.problem.splits, of.problem.tokens * of.problem.heads),
     ),
     work=lambda problem: problem.tokens,
+    refuse_form=refuse_form,
 )
 compile_form = KERNEL.compile_form

@@ -125,10 +125,11 @@ def _merged(problem: AttentionProblem, tensors: Operands, settings: CompileSetti
 
 
 def _require_form_of(problem: AttentionProblem, form: AttentionForm) -> None:
-    """Raise on a form that would misread the problem's caches."""
+    """Raise on a form that would misread the problem's caches, or leave splits out."""
     chosen = facts.choose_form(problem, form.target)
     for name, value, others in (
         ("reads", form.reads, (chosen.reads,)),
+        ("turns", form.turns, (False, chosen.turns)),
         ("page", form.page, (0, chosen.page)),
     ):
         if value not in others:
@@ -136,7 +137,7 @@ def _require_form_of(problem: AttentionProblem, form: AttentionForm) -> None:
                 "form of attention",
                 form,
                 f"{name}={others[-1]} for this problem",
-                "Its caches are read before the launch or are not, and have pages of their own.",
+                "Leave the form out: the problem chooses it.",
             )
 
 

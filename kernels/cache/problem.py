@@ -303,6 +303,7 @@ class StatePages:
     def __post_init__(self) -> None:
         rows.require_extent("rows of a page of states", self.rows, 1)
         rows.require_extent("columns of states", self.columns, 1)
+        rows.require_extent("pages of states", self.count, 1)
         rows.require_extent("slots of states", self.rows * self.count)
         needed = self.rows * self.row_bytes
         if self.page_bytes and (self.page_bytes < needed or self.page_bytes % VECTOR_BYTES):

@@ -167,6 +167,18 @@ def listed_rows(
     return rows_listed(places, [Int32(tensors.table[at]) for at in places.listed], pages)
 
 
+def rows_or_first(listed: ListedRows, closes: Any) -> ListedRows:
+    """Return where rows lie, or the first rows of one page where no window closes.
+
+    Trap: only rows of a closing window lie within their page from the first in turn on.
+    """
+    pages, rows = (
+        [ops.select(closes, number, Int32(0)) for number in numbers]
+        for numbers in (listed.pages, listed.rows)
+    )
+    return listed._replace(pages=pages, rows=rows)
+
+
 def vectors_of_rows(
     listed: ListedRows, numbers: tuple[Any, Any], form: PagedForm
 ) -> list[tuple[Any, Any]]:
@@ -366,10 +378,7 @@ def pool_single(  # noqa: PLR0915  in the order in which it waits
     rPlaces = placed(guess, form)
     read_biases(tensors, biases, (supposed, chunk), form)  # a weight
     if cutlass.const_expr(form.pool.parts == 1):
-        # Where no window closes all threads read one page, and no load waits for a branch.
-        guess = guess._replace(
-            pages=[ops.select(would_close, page, Int32(0)) for page in guess.pages]
-        )
+        guess = rows_or_first(guess, would_close)  # no load waits for a branch
         would_close = cutlass.Boolean(True)
     vectors_at = vectors_of_rows(guess, (chunk, of_page), form)
     if would_close:

@@ -218,6 +218,8 @@ def _cache() -> None:
 def _paged_pool() -> None:
     for case in (*_one_by_one(), *paged_pool_checks.fuzzed(SEED, 6)):
         paged_pool_checks.mismatch(case)
+    for position in (4, 5, 6, 7):  # behind the only page there is nothing
+        paged_pool_checks.on_device(paged_pool_checks.call_on_one_page(position))
 
 
 def _one_by_one() -> list[compressor_checks.Case]:

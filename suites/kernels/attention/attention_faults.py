@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention.problem import MergeForm
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.kernels.attention import attention_checks as checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from degarble.kernels.attention.problem import MergeForm, MergeProblem
 
 _GATHER = "degarble.kernels.attention.gather"
 _KERNEL = "degarble.kernels.attention.sm90_attention_kernel"
@@ -208,6 +209,12 @@ def planted(fault: Fault) -> Iterator[None]:
         setattr(module, fault.function, true)
 
 
+def merge_of(fault: Fault) -> tuple[MergeProblem, MergeForm]:
+    """Return the problem and the form of the kernel that merges a fault's splits."""
+    told = import_module(_ENTRY).merge_problem(fault.case.problem)
+    return told, import_module(_MERGE).choose_form(told, SM90A.name)
+
+
 def compiled(fault: Fault) -> tuple[Any, Any]:
     """Compile both kernels of a fault's case with the fault, past every cache."""
     kernels = import_module(_ENTRY)
@@ -217,7 +224,7 @@ def compiled(fault: Fault) -> tuple[Any, Any]:
         kernel = kernels.compile_form.__wrapped__(form, CompileSettings())
         merge = None
         if form.together == 0:
-            merge_form = MergeForm(SM90A.name, form.sinks)
+            _, merge_form = merge_of(fault)
             merge = merging.compile_form.__wrapped__(merge_form, CompileSettings())
     return kernel, merge
 
@@ -234,6 +241,6 @@ def verdict(fault: Fault, both: tuple[Any, Any]) -> str:
     form = facts.choose_form(problem, SM90A.name)
     kernels.KERNEL.launch(kernel, form, problem, tensors)
     if merge is not None:
-        told = kernels.merge_problem(problem)
-        merging.KERNEL.launch(merge, MergeForm(SM90A.name, form.sinks), told, tensors)
+        told, merge_form = merge_of(fault)
+        merging.KERNEL.launch(merge, merge_form, told, tensors)
     return checks.complaint((memory["out"], memory["lse"]), checks.formula(case, given))

@@ -10,7 +10,12 @@ import pytest
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention.problem import AttentionProblem, KeyList, QueryProblem
+from degarble.kernels.attention.problem import (
+    AttentionProblem,
+    KeyList,
+    MergeProblem,
+    QueryProblem,
+)
 from degarble.kernels.primitives.kv_problem import ENTRIES, EntryFormat, Pages, entry_format
 from degarble.kernels.runtime.targets import SM90A, SM100A
 
@@ -191,6 +196,8 @@ def test_figures_follow() -> None:
         (ShapeMismatch, "tokens", lambda: replace(PROBLEM, tokens=-1)),
         (InvalidArgument, "mode of attention", lambda: replace(PROBLEM, mode="both")),
         (InvalidArgument, "splits", lambda: replace(PROBLEM, splits=33)),
+        (ShapeMismatch, "splits", lambda: MergeProblem(1, 64, 0)),
+        (InvalidArgument, "splits of a merge", lambda: MergeProblem(1, 64, 33)),
         (InvalidArgument, "softmax scale", lambda: replace(PROBLEM, scale=0.0)),
         (InvalidArgument, "softmax scale", lambda: replace(OF_V32, scale=512**-0.5)),
         (UnknownName, "products of queries", lambda: replace(PROBLEM, products="nvfp4")),

@@ -12,6 +12,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention.problem import MergeProblem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES
 from degarble.references import attention, numerics
@@ -235,6 +236,22 @@ def test_a_fault_is_planted_and_removed(fault: faults.Fault) -> None:
     with faults.planted(fault):
         assert getattr(module, fault.function) is not true
     assert getattr(module, fault.function) is true
+
+
+@each_fault
+def test_the_merge_of_a_fault_leaves_no_split_out(fault: faults.Fault) -> None:
+    problem, form = faults.merge_of(fault)
+    assert problem.splits <= form.at_once
+
+
+def test_a_form_that_leaves_splits_out_is_refused() -> None:
+    merging = kernels_of("simt_attention_merge")
+    for splits in range(1, facts.MOST_SPLITS + 1):
+        problem = MergeProblem(3, 64, splits)
+        chosen = merging.choose_form(problem, "sm_90a")
+        merging.KERNEL.refuse_form(problem, chosen)
+        with pytest.raises(InvalidArgument, match="form of a merge"):
+            merging.KERNEL.refuse_form(problem, replace(chosen, at_once=splits - 1))
 
 
 def test_a_sink_left_out_is_beyond_the_gates() -> None:

@@ -123,3 +123,15 @@ def test_a_form_that_reads_otherwise_is_refused() -> None:
     context = LaunchContext(replace(usual, window=other), chosen, None, 0, {})
     with pytest.raises(InvalidArgument, match="form of attention"):
         kernels.KERNEL.numbers(context)
+
+
+@pytest.mark.needs("cutlass")
+def test_a_form_whose_blocks_stay_is_refused_where_there_are_splits() -> None:
+    kernels = kernels_of("sm90_sparse_attention")
+    problem = replace(problem_of("bf16", 64), mode="decode", splits=2)
+    chosen = facts.choose_form(problem, SM90A.name)
+    assert kernels.KERNEL.numbers(LaunchContext(problem, chosen, None, 0, {}))
+    staying = replace(chosen, turns=True)
+    assert staying.stays
+    with pytest.raises(InvalidArgument, match="turns=False for this problem"):
+        kernels.KERNEL.numbers(LaunchContext(problem, staying, None, 0, {}))

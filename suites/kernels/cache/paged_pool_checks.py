@@ -114,6 +114,17 @@ def call_of(case: Case, part: tuple[list[int], list[int], list[int]], states: Te
     return Call(problem, tensors, states)
 
 
+def call_on_one_page(position: int) -> Call:
+    """Lay out one token, ratio 4, of a sequence all of whose rows lie in the only page."""
+    case = Case(4, 512, ((1,),), seed=7)
+    pages, numbers = StatePages(ROWS[4], 1, case.columns), torch.tensor([position])
+    nobody, table = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    entries = torch.full((1,), -1) if (position + 1) % 4 else numbers // 4
+    tensors = (case.rows[0], case.ape, nobody, numbers, numbers % pages.rows, table, entries)
+    states = torch.full((1, pages.stride), 0xFF, dtype=torch.uint8)
+    return Call(PagedPoolProblem(1, 1, 4, pages), tensors, states)
+
+
 def on_device(call: Call) -> Made:
     """Run a call on the GPU."""
     kernel, given = kernel_named("simt_paged_pool"), operands_of(call)

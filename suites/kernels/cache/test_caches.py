@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache.problem import CHOSEN, KINDS, WINDOW, PoolProblem, SlotsProblem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES, Pages, ReadProblem
-from degarble.kernels.runtime.modules import kernel_named
+from degarble.kernels.runtime.modules import kernel_named, module_of
 from degarble.suites.kernels import cache_checks as checks
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.cache import compressor_checks as pooling
@@ -31,6 +32,42 @@ def test_pooling_waits_before_a_kernel_that_reads_early_is_let_begin() -> None:
         pool = kernel.compile_form(form, SETTINGS).ptx.split(".visible .entry")[1]
         wait, let = (pool.index(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents"))
         assert (wait < let) is not alone
+
+
+def _last_vector_of(position: int, *, corrected: bool) -> tuple[int, int]:
+    """Return the last vector of states that is read for an only token, and those of its page."""
+    kernels = import_module(module_of("simt_paged_pool"))
+    problem = paged.call_on_one_page(position).problem
+    form = facts.choose_paged_form(problem, "sm_90a")
+    of_page = problem.pages.stride // 4 // form.pool.channels_of_thread
+    places = kernels.row_places((position - 7, 0, 0), 2, form)
+    listed = kernels.rows_listed(places, [0, 0], problem.pages.count)
+    if corrected:
+        listed = kernels.rows_or_first(listed, (position + 1) % problem.ratio == 0)
+    chunk = form.pool.vectors(problem.width) - 1
+    return max(map(max, kernels.vectors_of_rows(listed, (chunk, of_page), form))), of_page
+
+
+@pytest.mark.parametrize("position", range(4, 8))
+def test_rows_of_an_only_token_lie_in_its_page(
+    position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = import_module(module_of("simt_paged_pool"))
+    for name in ("Int32", "Int64", "Uint32"):
+        monkeypatch.setattr(kernels, name, int)
+    last, of_page = _last_vector_of(position, corrected=True)
+    assert last == of_page - 1
+    beyond, _ = _last_vector_of(position, corrected=False)
+    assert (beyond >= of_page) is (position < 7)
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+@pytest.mark.parametrize("position", range(4, 7))
+def test_a_token_on_the_only_page_is_kept(position: int) -> None:
+    call = paged.call_on_one_page(position)
+    for made, exact in zip(paged.on_device(call), paged.by_stated_order(call), strict=True):
+        assert torch.equal(made, exact)
 
 
 # ---- the latent cache: writing and reading -------------------------------------------------------

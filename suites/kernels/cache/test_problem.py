@@ -185,6 +185,7 @@ def test_forms_know_no_extents_but_how_many() -> None:
     ("wrong", "error", "name"),
     [
         (lambda: StatePages(0, 3, 1024), ShapeMismatch, "rows of a page of states"),
+        (lambda: StatePages(4, 0, 1024), ShapeMismatch, "pages of states"),
         (lambda: StatePages(4, 1 << 30, 1024), ShapeMismatch, "slots of states"),
         (lambda: StatePages(4, 3, 1024, 32_752), ShapeMismatch, "bytes of a page of states"),
         (lambda: StatePages(4, 3, 1024, 32_776), ShapeMismatch, "bytes of a page of states"),
