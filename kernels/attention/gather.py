@@ -340,7 +340,7 @@ def decoded_turn(
 def store_turns(made: list[tuple[Any, list[Any]]], tile_at: Any, stands: LaneCodes) -> None:
     """Write decoded values to a tile."""
     for target, words in made:
-        ptx.store_16_if(tile_at + target, words, stands.active)
+        ptx.store_16_shared_if(tile_at + target, words, stands.active)
 
 
 def chosen_part(words: list[Any], part: Any, count: int) -> list[Any]:
@@ -380,7 +380,7 @@ class NextQueries(NamedTuple):
 
 
 LANES_OF_ROW = 8  # lanes that bring 128 bytes of a row
-ROWS_AT_ONCE = rows.LANES // LANES_OF_ROW
+ROWS_OF_COPY = rows.LANES // LANES_OF_ROW
 BLOCK_BYTES = facts.TILE * 128
 
 
@@ -388,7 +388,7 @@ def targets_of_rows(tiles_at: Any, lane: Any, warp: Any, how: Any) -> tuple[Any,
     """Return where a lane's chunk lies in its first row, and in the row four further on."""
     first = warp * how.rows_of_warp + lane // LANES_OF_ROW
     chunk = lane % LANES_OF_ROW
-    upper, lower = (tiles_at + address_in_tile(row, chunk) for row in (first, first + ROWS_AT_ONCE))
+    upper, lower = (tiles_at + address_in_tile(row, chunk) for row in (first, first + ROWS_OF_COPY))
     return upper, lower
 
 
@@ -400,8 +400,8 @@ def bring_queries(of: NextQueries, how: cutlass.Constexpr) -> None:
     place, width = of.place, how.entry.width
     first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
     shared.await_phase(of.empty, of.phase)
-    for turn in cutlass.range_constexpr(how.rows_of_warp // ROWS_AT_ONCE):
-        row = warp * how.rows_of_warp + lane // LANES_OF_ROW + turn * ROWS_AT_ONCE
+    for turn in cutlass.range_constexpr(how.rows_of_warp // ROWS_OF_COPY):
+        row = warp * how.rows_of_warp + lane // LANES_OF_ROW + turn * ROWS_OF_COPY
         exists = place.head + Int32(row) < place.end
         source = of.q + (first + Int64(ops.select(exists, row, Uint32(0)))) * (2 * width)
         source = source + Int64(lane % LANES_OF_ROW) * CHUNK

@@ -6,7 +6,7 @@ shared memory of this and of other thread blocks of the cluster, approximate exp
 
 from typing import Any
 
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Uint32
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.gemm.w4a16_instructions import emit
@@ -184,7 +184,7 @@ def copy_16_if(target: Any, source: Any, size: Any, taken: Any) -> None:
     emit(text, [], target, source, size, ops.select(taken, Uint32(1), Uint32(0)))
 
 
-def store_16_if(address: Any, words: list[Any], taken: Any) -> None:
+def store_16_shared_if(address: Any, words: list[Any], taken: Any) -> None:
     """Write 16 bytes to shared memory if `taken`."""
     text = (
         "{ .reg .pred part; setp.ne.u32 part, {$r5}, 0; "
@@ -193,7 +193,7 @@ def store_16_if(address: Any, words: list[Any], taken: Any) -> None:
     emit(text, [], address, *words, ops.select(taken, Uint32(1), Uint32(0)))
 
 
-def store_16_where(address: Any, words: list[Any], taken: Any) -> None:
+def store_16_global_if(address: Any, words: list[Any], taken: Any) -> None:
     """Write 16 bytes to global memory if `taken`."""
     text = (
         "{ .reg .pred part; setp.ne.u32 part, {$r5}, 0; "
@@ -245,8 +245,3 @@ def store_one_of(address: Any, one: list[Any], other: list[Any], first: Any) -> 
         "@!one st.shared.v4.f32 [{$r0}], {{$r6}, {$r7}, {$r8}, {$r9}}; }"
     )
     emit(text, [], address, ops.select(first, Uint32(1), Uint32(0)), *one, *other)
-
-
-def opaque(number: Any) -> Any:
-    """Return an integer of which the compiler does not know that it is the same one."""
-    return Int32(emit("mov.b32 {$w0}, {$r0};", [Uint32], Uint32(number)))

@@ -648,7 +648,7 @@ def inverses_of(
 ) -> list[Any]:
     """Write LSE; return what a thread's two rows are multiplied by.
 
-    Sinks are whether there are any, or those of both rows.
+    `sinks` says whether there are sinks, or is those of both rows, if they are read already.
     """
     peaks, totals = stats
     inverses = []
@@ -680,8 +680,9 @@ def store_rows(
 ) -> None:
     """Divide, round once, and write rows by way of 1,024 bytes of a warp, 32 columns at once.
 
-    Tiles of the next item may have come already. Shares of second tiles are written by warps that
-    have passed `FIRST` again, and so has every warp's own part of this.
+    These bytes are the shares of second tiles: the next item's tiles may already lie elsewhere.
+    Warpgroup 1 writes shares there again only after `FIRST`, at which every warp of warpgroup 0
+    arrives when it has written its rows.
     """
     sums, peaks, totals = state
     staged_at, sinks = more
@@ -704,7 +705,7 @@ def store_rows(
             words = shared.shared_words(at + staged_place(own + 8 * row, chunk), 4)
             to = (first + Int64(within)) * gather.CHUNKS + Int64(lane.half * CHUNKS_OF_HALF)
             to = addresses.out + (to + begin + Int64(chunk)) * gather.CHUNK
-            ptx.store_16_where(to, words, place.head + within < place.end)
+            ptx.store_16_global_if(to, words, place.head + within < place.end)
         cute.arch.sync_warp()
 
 

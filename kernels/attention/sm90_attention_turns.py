@@ -42,6 +42,7 @@ from degarble.kernels.attention import sm90_attention_kernel as base
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.device_words import opaque
 from degarble.kernels.runtime.pdl import EARLY, follow
 
 FIRST, SECOND = 5, 6  # named barriers: shares and peaks of a pair's first tile, of its second
@@ -128,7 +129,7 @@ def one_item(
         state = base.state_of(form)
         add_pairs(memory, lane, (pairs, Uint32(0)), state, (scale, form.format))
         # Found again, as the compiler cannot know: no register holds it meanwhile.
-        place = base.place_of(extents, ptx.opaque)
+        place = base.place_of(extents, opaque)
         base.finish(addresses, (place, lane), state, memory, form)
 
 
@@ -187,11 +188,11 @@ def attend_items(
         add_pairs(memory, lane, (pairs, phase, memory.given + 8), state, (scale, form.format))
         phase = phase ^ (Uint32(pairs) & 1)
         # Found again, as the compiler cannot know: no register holds it meanwhile.
-        place = base.place_of_item(ptx.opaque(item), extents)
-        # Shares of second tiles have been added. The next ones are written behind `FIRST`.
+        place = base.place_of_item(opaque(item), extents)
+        # Both warpgroups have added the shares of second tiles: share_totals has barriers.
         second = 0 if facts.shares_over_keys(form.format) else SHARES_BYTES
         base.store_rows(addresses, place, lane, state, (memory.shares_at + second, sinks))
-        # Totals in shared memory have been read by all.
+        # Both have read the totals: the next item's peaks go to the same bytes.
         cute.arch.barrier(barrier_id=STAYED, number_of_threads=base.CONSUMER_THREADS)
 
 
@@ -539,8 +540,8 @@ def copy_part(
     stage, part = at
     blocks = how.entry.width // 64
     some = range(blocks // 2) if part == 0 else range(blocks // 2, blocks)
-    for turn in range(how.rows_of_warp // gather.ROWS_AT_ONCE):
-        row = lane // gather.LANES_OF_ROW + turn * gather.ROWS_AT_ONCE
+    for turn in range(how.rows_of_warp // gather.ROWS_OF_COPY):
+        row = lane // gather.LANES_OF_ROW + turn * gather.ROWS_OF_COPY
         source = found.cache + Int64(gather.of_row(found.values, row)) * gather.CHUNK
         source = source + Int64(lane % gather.LANES_OF_ROW) * gather.CHUNK
         size = gather.bit(found.present, row) * gather.CHUNK

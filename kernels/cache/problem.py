@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 RATIOS = (4, 128)  # DeepSeek-V4 config.json, compress_ratios; 4 overlaps with the window before
 ROWS_AT_ONCE = 8  # rows of a part: a thread has all of them in flight
 CHANNELS_OF_THREAD = 2  # so that 24 loads are in flight without many registers
-SPREAD_WARPS = 4  # of a thread block whose threads have a channel each: parts differ by them
+SPREAD_WARPS = 4  # of a thread block of PoolForm.spread: 16 parts of 8 channels are 128 threads
 NARROW_CHANNELS = 32  # channels of a thread block where rows are parted
 FEW_SEQUENCES = 8  # of one token each: up to here more processors share a window's channels
-FEW_CHANNELS = {True: 64, False: 8}  # of a thread block then: a warp or two; by one part or more
+FEW_CHANNELS = {True: 64, False: 8}  # of a block then, by whether there is one part: 1 or 4 warps
 NO_PLACE = -1  # a window that does not close, a page or a ring that there is not
 
 
@@ -129,7 +129,8 @@ class PoolForm:
     def place_of(self, thread: Any) -> tuple[Any, Any]:
         """Return a thread's part, and its chunk of the thread block's channels.
 
-        Spread, a warp has parts that are SPREAD_WARPS apart: the first sums of their fold.
+        Where channels are spread, the parts of a warp are SPREAD_WARPS apart, so that its lanes
+        add up what the fold adds first.
         """
         of_block = self.vectors(self.channels)
         part, within = thread // of_block, thread % of_block

@@ -4,8 +4,9 @@ out[w, c] = sum_r softmax_r(gate[r, c] + ape[r, c]) * latent[r, c], over 8 or 12
 for sm_90a and sm_100a. Rows of this call come from the projections (their gates get the bias `ape`
 here), earlier rows from the ring that the sequence carries.
 
-* `pool_kernel`: a window per `groups` thread blocks. A thread has two channels and eight rows; 128
-  rows are divided among sixteen threads, whose peaks and sums meet in shared memory. Writes BF16
+* `pool_kernel`: a window per `groups` thread blocks. A thread has eight rows of two channels; 128
+  rows are divided among sixteen threads, whose peaks and sums meet in shared memory. Of few windows
+  of 128 a thread has one channel, and lanes of a warp add up first (`pool_spread`). Writes BF16
   entries [W, E], the position for RoPE (the window's first), and the cache slot, -1 where the
   window does not close.
 * `keep_kernel`: then writes the newest rows into every ring, after all windows have read them (PDL
@@ -91,7 +92,7 @@ def row_registers(form: PoolForm) -> tuple[Any, Any]:
 
 
 def zero_of_lane() -> Any:
-    """Return 0, of which the compiler knows neither that nor that all lanes have the same.
+    """Return 0. The compiler knows neither that it is 0 nor that all lanes have the same number.
 
     Trap: what it knows to be equal in a warp moves to uniform registers, and each such move waits
     for its load. Added to an index this keeps the loads of a position, a slot and the like apart.
@@ -216,7 +217,7 @@ def choose_rows(
 
 
 @cute.jit
-def correct_rows(
+def correct_carried_rows(
     carried: tuple[Any, Any],
     kept: tuple[Any, Any, Any],
     place: SequenceRows,
@@ -525,6 +526,7 @@ def pool_alone(  # noqa: PLR0915  in the order in which it waits
     chunk = group * form.vectors(form.channels) + within
     tells, carried = (group == 0) & (thread == form.threads - 1), row_registers(form)
     kept = [kept_registers(form) for _ in range(form.columns // form.width)]
+    biases = [rBias for _, _, rBias in kept]
 
     supposed, ring_of = guessed(tensors.starts, window), guessed(tensors.ring_of, window)
     guess = SequenceRows(ops.maximum(supposed, Int32(0)), window, Int32(1), ring_of)
@@ -536,7 +538,7 @@ def pool_alone(  # noqa: PLR0915  in the order in which it waits
         # Where no window closes all parts read the same rows, and no load waits for a branch.
         reading = (*(ops.select(would_close, each, Int32(0)) for each in reading[:2]), chunk, ring)
         would_close = cutlass.Boolean(True)
-    read_biases(tensors, kept, (guess.start, chunk), form)  # a weight
+    read_biases(tensors, biases, (guess.start, chunk), form)  # a weight
     listed = listed_page(guess.start, (window, entries, columns), form)
     vectors_at = vectors_of_old_rows(reading, form)
     if cutlass.const_expr(form.few):
@@ -560,7 +562,7 @@ def pool_alone(  # noqa: PLR0915  in the order in which it waits
     carries, ring = ring_at(place, rings, form)
     later = wrong_guess(start, supposed)
     if later:
-        read_biases(tensors, kept, (ops.maximum(start, Int32(0)), chunk), form)
+        read_biases(tensors, biases, (ops.maximum(start, Int32(0)), chunk), form)
         if columns > 0:
             rPage[0] = Int32(tensors.table[listed_page(start, (window, entries, columns), form)])
     if closes & (later | wrong_guess(true_ring, ring_of)):
@@ -568,7 +570,7 @@ def pool_alone(  # noqa: PLR0915  in the order in which it waits
         read_old_rows(tensors, carried, vectors_of_old_rows(told, form))
     add_biases(kept, form)
     if closes:
-        correct_rows(carried, kept[-1], place, (first, part, carries), form)
+        correct_carried_rows(carried, kept[-1], place, (first, part, carries), form)
     # Trap: beside the sums of several parts their registers would be spilled.
     keeping, told = (part == 0) & carries, (tells, start, closes, Int32(rPage[0]))
     if cutlass.const_expr(form.parts > 1):
@@ -589,13 +591,11 @@ def listed_page(start: Any, numbers: tuple[Any, Any, Any], form: PoolForm) -> An
     return window * columns + ops.select(column < columns, column, Int32(0))
 
 
-def read_biases(
-    tensors: PoolTensors, kept: list[Any], numbers: tuple[Any, Any], form: PoolForm
-) -> None:
+def read_biases(tensors: Any, biases: list[Any], numbers: tuple[Any, Any], form: PoolForm) -> None:
     """Read the bias of a token's gates; `numbers`: its position, not negative, and the chunk."""
     position, chunk = numbers
     _, of_gate, of_entry = of_rows(form)
-    for half, (_, _, rBias) in enumerate(kept):
+    for half, rBias in enumerate(biases):
         at = position % form.ratio * of_gate + chunk + half * of_entry
         cute.autovec_copy(tensors.ape[None, at], rBias)
 

@@ -34,6 +34,7 @@ from degarble.kernels.cache.simt_compressor import (
     of_rows,
     pool_spread,
     pool_window,
+    read_biases,
     row_registers,
     shared_of,
     zero_of_lane,
@@ -238,7 +239,9 @@ def place_again(places: PlacedRows, listed: ListedRows, form: PagedForm) -> None
 
 
 @cute.jit
-def correct_rows(registers: tuple[Any, Any], places: PlacedRows, form: cutlass.Constexpr) -> None:
+def correct_paged_rows(
+    registers: tuple[Any, Any], places: PlacedRows, form: cutlass.Constexpr
+) -> None:
     """Give rows before the sequence's start no weight, and make those of a missing page NaN."""
     rLatent, rGate = registers
     together = in_turn(form)
@@ -326,19 +329,8 @@ def pool_token(
             of_pages = (pages, columns, of_page)
             listed = listed_rows(tensors, (first, part, sequence), of_pages, form)
             read_rows(tensors, registers, vectors_of_rows(listed, (chunk, of_page), form))
-            correct_rows(registers, placed(listed, form), form)
+            correct_paged_rows(registers, placed(listed, form), form)
             pool_rows(tensors, registers, shared, (token, part, chunk, within), form)
-
-
-def read_biases(
-    tensors: PagedTensors, biases: list[Any], numbers: tuple[Any, Any], form: PagedForm
-) -> None:
-    """Read the bias of a token's gates; `numbers`: its position, not negative, and the chunk."""
-    position, chunk = numbers
-    _, of_gate, of_entry = of_rows(form.pool)
-    for half, rBias in enumerate(biases):
-        column = position % form.pool.ratio * of_gate + chunk + half * of_entry
-        cute.autovec_copy(tensors.ape[None, column], rBias)
 
 
 @cute.jit
@@ -376,7 +368,7 @@ def pool_single(  # noqa: PLR0915  in the order in which it waits
     asked = [guessed(tensors.table, at) for at in places.listed]
     guess = rows_listed(places, asked, pages)
     rPlaces = placed(guess, form)
-    read_biases(tensors, biases, (supposed, chunk), form)  # a weight
+    read_biases(tensors, biases, (supposed, chunk), form.pool)  # a weight
     if cutlass.const_expr(form.pool.parts == 1):
         guess = rows_or_first(guess, would_close)  # no load waits for a branch
         would_close = cutlass.Boolean(True)
@@ -407,7 +399,8 @@ def pool_single(  # noqa: PLR0915  in the order in which it waits
     for turn in cutlass.range_constexpr(len(asked)):
         wrong = wrong | wrong_guess(Int32(rPages[turn]), asked[turn])
     if wrong:
-        read_biases(tensors, biases, (ops.select(valid, position, Int32(0)), chunk), form)
+        own_position = ops.select(valid, position, Int32(0))
+        read_biases(tensors, biases, (own_position, chunk), form.pool)
         if closes:
             told = (position - back, part, sequence)
             listed = listed_rows(tensors, told, (pages, columns, of_page), form)
@@ -419,7 +412,7 @@ def pool_single(  # noqa: PLR0915  in the order in which it waits
             rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
     if closes:
         take_kept(registers, rPlaces, slot, kept, form)
-        correct_rows(registers, rPlaces, form)
+        correct_paged_rows(registers, rPlaces, form)
         pool_rows(tensors, registers, shared, (Int32(0), part, chunk, within), form)
     if valid & (part == 0):
         place = Int64(Int32(slot) // form.rows) * of_page

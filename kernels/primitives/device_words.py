@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import numpy as np
-from cutlass import Float32, Int64, Uint16, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
@@ -94,6 +94,14 @@ def computed_here(number: Any) -> Any:
     The compiler would compute it where it is first used, behind the wait.
     """
     return emit("mov.b64 {$w0}, {$r0};", Int64, number)
+
+
+def opaque(number: Any) -> Any:
+    """Return an Int32 of which the compiler does not know that it is the same number.
+
+    So it is kept and not computed once more, or is computed once more and not kept.
+    """
+    return emit("mov.b32 {$w0}, {$r0};", Int32, number)
 
 
 def inverse_rn(number: Any) -> Any:
@@ -268,7 +276,7 @@ LARGEST_DIVISOR = 2.0**16
 def brief_factor(
     total: Any, epsilon: Any, columns: cutlass.Constexpr, stated: cutlass.Constexpr
 ) -> Any:
-    """Return a row's norm factor; `stated` has the arithmetic, whose bits these are."""
+    """Return a row's norm factor, with the bits of `stated(total)`, called outside the range."""
     factor = Float32(0.0)
     if (total >= LEAST_TOTAL) & (total <= LARGEST_TOTAL):
         mean = quotient_in_range(total, columns)

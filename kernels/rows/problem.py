@@ -47,9 +47,7 @@ LIGHT_WARPS = 8  # of a whole row up to which its codes need no more than those 
 MOST_CODED_WARPS = 14  # up to which they need no more than 72
 MOST_KEPT_WARPS = 8  # up to which codes and values need no more than 72
 ROWS_TOGETHER = 4  # of seven warps, which fill a processor
-LEAST_TOGETHER = (
-    512  # rows from which they share thread blocks: about as many as all processors hold
-)
+LEAST_TOGETHER = 512  # rows from which they do: about what all processors hold
 MOST_WARPS = 16
 SMALLEST_COLUMNS, LARGEST_COLUMNS = 64, MOST_WARPS * LANES * SLOTS_OF_LANE * BLOCK
 NORM_WEIGHTS = ("bf16", "fp32")
@@ -155,7 +153,7 @@ class NormForm:
 
     @property
     def coded_lines(self) -> bool:
-        """Return whether rows of whole lines are coded, which a processor's pipes bound."""
+        """Return whether a form codes rows of whole lines: instructions bound it, not memory."""
         return self.warps > 0 and self.layout is not None
 
     @property

@@ -40,6 +40,7 @@ from degarble.kernels.primitives.device_words import (
     native_word,
     numbers_of,
     nvfp4_values,
+    opaque,
     rounded_words,
     scale_code_of,
     scaling_of,
@@ -112,11 +113,6 @@ def again(words: list[Any]) -> list[Any]:
     Unpacked numbers take twice the registers, which a walk of many warps does not have.
     """
     return [emit("mov.b32 {$w0}, {$r0};", Uint32, word) for word in words]
-
-
-def kept_apart(number: Any) -> Any:
-    """Return an Int32 opaque to the compiler, so that it is kept and not computed once more."""
-    return emit("mov.b32 {$w0}, {$r0};", Int32, number)
 
 
 def kept_words(words: list[Any], form: NormForm) -> list[Any]:
@@ -363,8 +359,8 @@ def whole_kernel(  # noqa: PLR0915  one walk: what a thread holds would have to 
     if cutlass.const_expr(form.together > 1):
         # Rows of a thread block are a grid apart, so that all of them end about together.
         group = cute.arch.make_warp_uniform(thread // (form.warps * LANES))
-        thread = kept_apart(thread - group * (form.warps * LANES))
-        first, step = first + group * step, kept_apart(step * form.together)
+        thread = opaque(thread - group * (form.warps * LANES))
+        first, step = first + group * step, opaque(step * form.together)
     lane, warp, odd = thread % LANES, thread // LANES, thread % 2 == 1
     layout, blocks = LAYOUTS[form.layout_walked], Uint32(form.warps * facts.BLOCKS_OF_WHOLE_WARP)
     of_row, places = whole.row_bytes(form.warps), whole.places_of(form.warps)

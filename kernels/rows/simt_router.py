@@ -185,7 +185,7 @@ def router_kernel(
         if mine >= 0:
             logit = Float32(tensors.logits[start + Int64(mine)])
             score = facts.score_of(logit, form.scoring, square_root)
-        tell(tensors, (own, tokens, lane), (mine, score), factors, form)
+        write_choice(tensors, (own, tokens, lane), (mine, score), factors, form)
     else:
         allocator = cutlass.memory.SmemAllocator()
         held = facts.MOST_EXPERTS if form.groups > 1 or form.few else 1
@@ -253,11 +253,11 @@ def choose(
         else:
             logit = Float32(tensors.logits[start + Int64(mine)])
             score = facts.score_of(logit, form.scoring, square_root)
-    tell(tensors, (own, tokens, lane), (mine, score), factors, form)
+    write_choice(tensors, (own, tokens, lane), (mine, score), factors, form)
 
 
 @cute.jit
-def tell(
+def write_choice(
     tensors: RouterTensors,
     place: tuple[Any, Any, Any],
     chosen: tuple[Any, Any],

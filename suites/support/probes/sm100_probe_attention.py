@@ -138,7 +138,7 @@ def copy_in(source: Any, target: Any, size: cutlass.Constexpr) -> None:
         at = Uint32(i * THREADS + thread % THREADS) * CHUNK
         there = ops.select(at < size, Uint32(1), Uint32(0))
         words = ptx.words_if(source + Int64(at), there, 4)
-        ptx.store_16_if(target + at, words, at < size)
+        ptx.store_16_shared_if(target + at, words, at < size)
 
 
 @cute.jit
