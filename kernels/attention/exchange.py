@@ -83,7 +83,7 @@ def write_rows(
         ]
         for i in cutlass.range_constexpr(len(mine)):
             head = place.head + mine[i]
-            wanted = (mine[i] < facts.HEADS) & (head < place.end)
+            wanted = (mine[i] < place.of_block) & (head < place.heads)
             which = head, lane, wanted
             merge_row(addresses, place, (stats[i], read[i]), which, form.sinks)
 
@@ -268,7 +268,8 @@ def take(
     made, total, largest = added(stats, both)
     head = place.head + lane.row + 8 * row
     inverse = merging.inverse_total(total, largest, sink)
-    if (head < place.end) & (lane.quad == 0) & (lane.half == 0):
+    inside = (lane.row + 8 * row < place.of_block) & (head < place.heads)
+    if inside & (lane.quad == 0) & (lane.half == 0):
         number = Int64(place.token) * Int64(place.heads) + Int64(head)
         ptx.store_single(addresses.lse + number * 4, merging.lse_of(total, largest))
     first = Uint32(lane.half) * (facts.COLUMNS // rows.HALF)
@@ -281,7 +282,7 @@ def take(
     for turn in cutlass.range_constexpr(8):
         within = lane.warp * 16 + 8 * row + turn
         head = place.head + within
-        if head < place.end:
+        if (within < place.of_block) & (head < place.heads):
             from_ = gather.address_in_tile(Uint32(within), first + Uint32(lane.lane))
             words = shared.shared_words(staged_at + from_, 4)
             number = Int64(place.token) * Int64(place.heads) + Int64(head)

@@ -79,6 +79,7 @@ class AttentionBlock(NamedTuple):
     heads: Any
     splits: Any
     end: Any  # behind the last head of this thread block
+    of_block: Any  # heads of a thread block
 
 
 class AttentionLane(NamedTuple):
@@ -284,7 +285,7 @@ def place_of_item(block: Any, extents: tuple[Any, ...]) -> AttentionBlock:
     token, rest = block // (groups * splits), block % (groups * splits)
     head = rest // splits * of_block
     end = ops.minimum(head + of_block, heads)
-    return AttentionBlock(token, rest % splits, head, tokens, heads, splits, end)
+    return AttentionBlock(token, rest % splits, head, tokens, heads, splits, end, of_block)
 
 
 def lists_of(

@@ -40,6 +40,11 @@ class Fault:
     weighting: str = AFTER_W2
 
     @property
+    def checks(self) -> Any:
+        """The module that judges it."""
+        return checks
+
+    @property
     def case(self) -> checks.Case:
         """The call by which it is judged: two tiles of rows an expert, K ends within a word."""
         problem = MoeProblem(330, 352, 288, 5, 2, 5, 2.0, self.weighting)
