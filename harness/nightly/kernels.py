@@ -47,7 +47,7 @@ NO_SUITES = (
     "No suites of kernels are installed. Run it in a checkout of degarble, after: pip install -e ."
 )
 _LONG = 200  # characters of what a failing case says
-_SLOWEST = 5  # suites whose time is told
+_SLOWEST = 5  # suites that are listed with their times
 _RUNNING: set[int] = set()  # sessions of suites
 _STOPPED = Event()  # no suite begins any more
 _SHARES = "degarble.harness.plugins.shares"

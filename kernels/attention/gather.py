@@ -540,7 +540,7 @@ def shared_next(stage: Any, phase: Any) -> tuple[Any, Any]:
 # An entry holds 512 E4M3 codes, four float32 scales, 64 rotated BF16 values. Tiles of 576 leave no
 # shared memory for waiting codes, so half of a tile's codes wait in registers, one row a warp and
 # turn; each decoded turn makes room for the codes of half a tile later. All of a tile's bytes are
-# asked for in L2 a tile ahead. A warp's scales lie in a register of its lanes for eight rows: row
+# prefetched to L2 a tile ahead. A warp's scales lie in a register of its lanes for eight rows: row
 # r, block b in register r // 8, lane 4 (r % 8) + b. Slots, masks, barriers and addresses are those
 # of all other keys.
 

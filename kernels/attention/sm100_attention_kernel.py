@@ -143,9 +143,7 @@ def attention_kernel(
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory, registers = prepared(form), facts.REGISTERS[form.width]
-    # Every thread block has 64 heads here.
-    place = hopper.place_of((*extents[:-1], facts.HEADS))
-    place = place._replace(end=place.heads)
+    place = hopper.place_of(extents)
     lists, widths, walk = hopper.lists_of(addresses, extents, place, form)
     if group == facts.GATHERING_GROUP:
         cute.arch.setmaxregister_decrease(registers.gathering)

@@ -79,7 +79,7 @@ class AttentionBlock(NamedTuple):
     heads: Any
     splits: Any
     end: Any  # behind the last head of this thread block
-    of_block: Any  # heads of a thread block
+    of_block: Any  # heads of a thread block; as a constant of the launch it costs no register
 
 
 class AttentionLane(NamedTuple):

@@ -14,14 +14,14 @@ Rounds along K are written out. Where some parts of K have a step less, their wa
 their own, so that no branch stands between two steps.
 Barriers: a stage has a full and an empty one (1 arrival plus bytes; 16), given back behind a vote
 on what was read, as in sm90_gemm_w4a16. A place of sums has a full one (16). It needs no empty
-one: a unit's copies are asked for after the sums whose place it takes were added up.
+one: a unit's copies are issued after the sums whose place it takes were added up.
 
 Early (`form.early`): the loading warp does not wait for the previous launch until it adds up; it
-asks for each of its first stages when the one before has arrived, so that few copies stand before
-what the launch in front reads. The scale with which the first row is quantised is read early, too.
-What is read must be older than that launch: weights that nothing writes, and the experts' numbers
-of a router that ended before the previous launch let this one begin. Where numbers come from a
-router, the launch in front of such a form calls `wait_then_let_follow` first.
+issues the copies of each of its first stages when those of the stage before have arrived, so that
+few of them delay what the launch in front reads. The scale with which the first row is quantised is
+read early, too. What is read must be older than that launch: weights that nothing writes, and the
+experts' numbers of a router that ended before the previous launch let this one begin. Where numbers
+come from a router, the launch in front of such a form calls `wait_then_let_follow` first.
 Shape letters: N outputs, K columns.
 """
 

@@ -331,12 +331,6 @@ def scales_of(groups: decoded_rows.Groups, matrix: Any, expert: Any) -> tuple[An
 # ---- what leaves ---------------------------------------------------------------------------------
 
 
-def transposed(address: Any, word: Any) -> None:
-    """Write an 8 x 8 matrix of 16 bits, transposed: lanes 0 to 7 have the addresses of its rows."""
-    text = "stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [{$r0}], {{$r1}};"
-    ptx.emit(text, [], address, word)
-
-
 def alone(mine: Any) -> None:
     """Synchronise a warpgroup."""
     cute.arch.barrier(barrier_id=mainloop.FIRST_BARRIER + mine, number_of_threads=gemm.WARPGROUP)
@@ -374,7 +368,7 @@ def write_gated(
     for i in cutlass.range_constexpr(width // EIGHT):
         token = first + i * EIGHT + within % 4 * 2
         made = output_of(leaving, sums, (i, token, scales), form)
-        transposed(address + i * EIGHT * OF_ROW, made)
+        decoded_rows.transposed(address + i * EIGHT * OF_ROW, [made])
     alone(mine)
     blocks = 2  # of a warpgroup
     for turn in cutlass.range_constexpr(ceil_div(width * blocks, gemm.WARPGROUP)):
@@ -434,7 +428,7 @@ def write_products(
         address = address_of(held, mine, chunk, form.gemm)
         for i in cutlass.range_constexpr(width // EIGHT):
             pair = [mainloop.scaled(sums[4 * i + 2 * half + k], scales) for k in range(2)]
-            transposed(address + i * EIGHT * OF_ROW, words.rounded_words(pair)[0])
+            decoded_rows.transposed(address + i * EIGHT * OF_ROW, words.rounded_words(pair))
     alone(mine)
     for turn in cutlass.range_constexpr(ceil_div(width * EIGHT, gemm.WARPGROUP)):
         item = within + turn * gemm.WARPGROUP

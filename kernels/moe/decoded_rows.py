@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as gemm
+from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe import simt_moe_rows as rows
 from degarble.kernels.primitives import device_words as words
@@ -78,6 +79,14 @@ def ring_of(memory: Any, form: gemm.GemmForm) -> Any:
         cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
         defer_sync=True,
     )
+
+
+def transposed(address: Any, matrices: list[Any]) -> None:
+    """Write 8 x 8 matrices of 16 bits, transposed; a lane has the address of one of their rows."""
+    count = len(matrices)
+    names = ", ".join(f"{{$r{1 + i}}}" for i in range(count))
+    text = f"stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [{{$r0}}], {{{names}}};"
+    ptx.emit(text, [], address, *matrices)
 
 
 # ---- which rows a tile multiplies ----------------------------------------------------------------

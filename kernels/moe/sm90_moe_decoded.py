@@ -34,7 +34,6 @@ from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm import sm90_gemm_nvfp4 as coded
-from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.moe import decoded_few, decoded_rows, few_rows
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe import simt_moe_rows as rows
@@ -325,14 +324,6 @@ def add_stage(fragments: Any, index: Any, half: int, *, begins: bool) -> None:
 # ---- products: what leaves -----------------------------------------------------------------------
 
 
-def transposed(address: Any, matrices: list[Any]) -> None:
-    """Write 8 x 8 matrices of 16 bits, transposed; a lane has the address of one of their rows."""
-    count = len(matrices)
-    names = ", ".join(f"{{$r{1 + i}}}" for i in range(count))
-    text = f"stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [{{$r0}}], {{{names}}};"
-    ptx.emit(text, [], address, *matrices)
-
-
 def stores_pieces() -> Any:
     """Return whether this warp issues the stores of its warpgroup."""
     thread, _, _ = cute.arch.thread_idx()
@@ -379,7 +370,7 @@ def write_gated(
     for i in cutlass.range_constexpr(ceil_div(width, BOX_ROWS)):
         first = row * form.gemm.tactic.rows + i * BOX_ROWS + lane % 4 * 2
         made = outputs_of(leaving, sums, (i, first, scales), form)
-        transposed(address + i * (BOX_ROWS * OF_ROW), made)
+        decoded_rows.transposed(address + i * (BOX_ROWS * OF_ROW), made)
     together(form.gemm)
     token = mine * gemm.WARPGROUP + within
     if token < width:
@@ -468,7 +459,7 @@ def write_products(
         for i in cutlass.range_constexpr(tokens // 16):
             first = (piece * gemm.PIECE_ROWS + i * 16) // 2
             numbers = [mainloop.scaled(sums[first + k], scales) for k in range(8)]
-            transposed(address + i * 16 * OF_ROW, words.rounded_words(numbers))
+            decoded_rows.transposed(address + i * 16 * OF_ROW, words.rounded_words(numbers))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=barrier, number_of_threads=gemm.WARPGROUP)
         if stores_pieces():

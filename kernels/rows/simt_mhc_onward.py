@@ -196,7 +196,7 @@ def onward_kernel(
     rOwn.fill(0)
     wait_for_front()
     if token < tokens:
-        # All is asked for before anything is waited for, what leads to further rows first.
+        # All loads are issued before the first result is needed, those that name rows first.
         chosen = (
             [Int32(word) for word in words_apart(places.rows, 4, form.chosen)],
             numbers_apart(places.weights, 4, form.chosen),

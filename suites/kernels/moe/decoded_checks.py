@@ -17,10 +17,9 @@ import torch
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.gemm.nvfp4_stages import DECODED_EXPONENT, order_of_k
 from degarble.kernels.moe import problem as facts
-from degarble.kernels.moe.problem import MoeProblem
 from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels.moe import moe_checks as checks
-from degarble.suites.kernels.moe.moe_checks import POISON, SETTINGS, TARGET, Case
+from degarble.suites.kernels.moe.moe_checks import POISON, SETTINGS, TARGET, Case, drawn_problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,17 +40,7 @@ def fuzzed(seed: int, count: int) -> list[Case]:
     """Draw cases."""
     drawn, made = random.Random(f"decoded experts {seed}"), []
     for _ in range(count):
-        routed = drawn.choice((1, 2, 5, 8, 33, 256))
-        problem = MoeProblem(
-            tokens=drawn.choice((1, 3, drawn.randint(1, 40), drawn.randint(1, 700))),
-            hidden=128 * drawn.randint(1, 6),
-            width=128 * drawn.randint(1, 5),
-            experts=drawn.randint(1, routed),
-            chosen=drawn.randint(1, min(8, routed)),
-            routed=routed,
-            limit=drawn.choice((None, 10.0)),
-            weighting=drawn.choice(facts.WEIGHTINGS),
-        )
+        problem = drawn_problem(drawn, 128, (6, 5), (None, 10.0))
         choice = drawn.choice(("even", "skewed", "one"))
         tactic = drawn.choice((None, *facts.DECODED_TACTICS))
         made.append(Case(problem, choice, drawn.randrange(1 << 30), tactic, drawn.random() < 0.5))

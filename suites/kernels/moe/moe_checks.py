@@ -28,7 +28,7 @@ from degarble.kernels.runtime.modules import module_of
 from degarble.suites.kernels import gemm_checks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -161,22 +161,29 @@ def entry(target: str = TARGET) -> Any:
     return import_module(module_of(f"{ARCHITECTURES[target]}_moe_nvfp4"))
 
 
+def drawn_problem(
+    drawn: random.Random, step: int, most: tuple[int, int], limits: Sequence[float | None]
+) -> MoeProblem:
+    """Draw a problem; `most` steps are the largest hidden size and width."""
+    routed = drawn.choice((1, 2, 5, 8, 33, 256))
+    return MoeProblem(
+        tokens=drawn.choice((1, 3, drawn.randint(1, 40), drawn.randint(1, 700))),
+        hidden=step * drawn.randint(1, most[0]),
+        width=step * drawn.randint(1, most[1]),
+        experts=drawn.randint(1, routed),
+        chosen=drawn.randint(1, min(8, routed)),
+        routed=routed,
+        limit=drawn.choice(limits),
+        weighting=drawn.choice(facts.WEIGHTINGS),
+    )
+
+
 def fuzzed(seed: int, count: int, target: str = TARGET) -> list[Case]:
     """Draw cases."""
     drawn, made = random.Random(f"experts {seed}"), []
     tactics = (None, *facts.TILES[target].values())
     for _ in range(count):
-        routed = drawn.choice((1, 2, 5, 8, 33, 256))
-        problem = MoeProblem(
-            tokens=drawn.choice((1, 3, drawn.randint(1, 40), drawn.randint(1, 700))),
-            hidden=32 * drawn.randint(1, 20),
-            width=32 * drawn.randint(1, 16),
-            experts=drawn.randint(1, routed),
-            chosen=drawn.randint(1, min(8, routed)),
-            routed=routed,
-            limit=drawn.choice((None, 10.0, 2.0)),
-            weighting=drawn.choice(facts.WEIGHTINGS),
-        )
+        problem = drawn_problem(drawn, 32, (20, 16), (None, 10.0, 2.0))
         choice, tactic = drawn.choice(CHOICES[:2] + CHOICES[3:4]), drawn.choice(tactics)
         rest = (drawn.randrange(1 << 30), tactic, drawn.random() < 0.5)
         made.append(Case(problem, choice, *rest, target))

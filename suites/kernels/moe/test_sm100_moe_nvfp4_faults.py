@@ -18,6 +18,8 @@ from degarble.suites.kernels.moe import moe_faults as hopper
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from degarble.suites.kernels.moe.moe_checks import Case
+
 
 # --------------------------------------------------------------------------------------------------
 # Plant faults in the grouped experts of Blackwell by replacing a function while kernels are traced.
@@ -45,7 +47,7 @@ class Fault:
         return checks
 
     @property
-    def case(self) -> checks.Case:
+    def case(self) -> Case:
         """The call by which it is judged: two tiles of rows an expert, K ends within a word."""
         problem = MoeProblem(330, 352, 288, 5, 2, 5, 2.0, self.weighting)
         return checks.Case(problem, "even", 1, target=TARGET)

@@ -229,10 +229,15 @@ def _gains_before_bias(context: ComponentContext, record: CallRecord) -> Iterato
     gain = of_record(less)
     if gain is None or not math.isfinite(gain):
         return
-    for value in dict.fromkeys(float(f"{gain:.{digits}g}") for digits in (1, 2, 3, 4)):
+    for value in dict.fromkeys(_in_few_digits(gain)):
         if value != 1:
             words = f"{gain_text(value)} stored in the weight and not in the bias"
             yield variant_of(context, words, _stored_gain(name, value, None), gain=value)
+
+
+def _in_few_digits(gain: float) -> list[float]:
+    """Return a fitted factor as people write factors: with one to four digits."""
+    return [float(f"{gain:.{digits}g}") for digits in (1, 2, 3, 4)]
 
 
 def _router_gains(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
@@ -263,8 +268,7 @@ def _gain_at(
         return ((at >= rows[0]) & (at < rows[1])).expand(out.shape)
 
     name = _matrix(context)
-    values = [float(f"{gain:.{digits}g}") for digits in (1, 2, 3, 4)]
-    for value in dict.fromkeys((*values, gain)):
+    for value in dict.fromkeys((*_in_few_digits(gain), gain)):
         if value == 1:
             continue
         words = f"{gain_text(value)} on {place}"
