@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -185,10 +186,82 @@ def _attention(width: int, entries: tuple[str, ...]) -> Callable[[], None]:
     return launch
 
 
+def _few_heads_and_blocks_that_stay() -> None:
+    """Attend in small batches, whose thread blocks have 16 or 32 heads, and with whole prompts."""
+    decoding = attention_checks.Case(tokens=1, heads=70, far=700, seed=SEED)
+    for tokens, heads in ((1, 70), (1, 9), (3, 40)):
+        for splits in (2, 3, 8, 9):
+            few = replace(decoding, tokens=tokens, heads=heads, splits=splits)
+            # The first token of several has no keys.
+            few = replace(few, lengths=tokens > 1)
+            of_v32 = replace(few, key=rows.WITH_KEY, entry="fp8-v32", near=1300, far=None)
+            for case in (few, of_v32):
+                assert attention.heads_of_block(case.problem) < attention.HEADS
+                attention_checks.on_device(case, attention_checks.drawn(case))
+    # More items than thread blocks that run at a time.
+    prompt = replace(decoding, tokens=140, mode="prefill", entry="bf16", far=130, lengths=True)
+    of_v32 = replace(prompt, key=rows.WITH_KEY, near=330, far=None)
+    for case in (prompt, replace(prompt, entry="fp8", lengths=False), of_v32):
+        attention_checks.on_device(case, attention_checks.drawn(case))
+
+
+WRONG_GUESSES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "one more": lambda true, tensor, at: true(tensor, at) + 1,
+    "zero": lambda true, tensor, at: true(tensor, at) * 0,
+    "negative": lambda true, tensor, at: true(tensor, at) * 0 - 7,
+    "the largest": lambda true, tensor, at: true(tensor, at) * 0 + 0x7FFF_FFFF,
+}
+
+
+def _wrong_guesses() -> None:
+    """Launch every kernel that guesses before its wait (runtime/pdl), each guess a wrong one."""
+    words = "degarble.kernels.primitives.device_words"
+    guessing = {  # where a kernel guesses, and what launches it
+        "simt_compressor": (module_of("simt_compressor"), _compressed_one_by_one),
+        "simt_paged_pool": (module_of("simt_paged_pool"), _pooled_one_by_one),
+        "simt_qnorm_rope": (words, _few_turned_heads),
+        "simt_latent_query": (words, partial(_latent_queries, kv_problem.TOKENS_GUESSED)),
+    }
+    for (name, (place, launch)), wrong in product(guessing.items(), WRONG_GUESSES.values()):
+        module, kernels = import_module(place), import_module(module_of(name))
+        with (
+            mock.patch.object(module, "guessed", partial(wrong, module.guessed)),
+            mock.patch.object(kernels, "KERNEL", replace(kernels.KERNEL)),
+        ):
+            launch()
+
+
+def _compressed_one_by_one() -> None:
+    for case in _one_by_one():
+        compressor_checks.mismatch(case)
+
+
+def _pooled_one_by_one() -> None:
+    for case in _one_by_one():
+        paged_pool_checks.mismatch(case)
+    for position in (4, 5, 6, 7):  # behind the only page there is nothing
+        paged_pool_checks.on_device(paged_pool_checks.call_on_one_page(position))
+
+
+def _few_turned_heads() -> None:
+    head_checks.on_device(head_checks.Case("norm", kv_problem.TOKENS_GUESSED, 5, seed=SEED))
+
+
+def _latent_queries(tokens: int) -> None:
+    queries = kernel_named("simt_latent_query")
+    queries.run(
+        QueryProblem(tokens, 8, 192, 40), SETTINGS, latent=_normal(tokens, 8, 512),
+        heads=_normal(tokens, 8, 192), turns=latent_checks.table_of_turns(40).cuda(),
+        positions=torch.tensor([0, 39, 40, -1, 7], device="cuda").repeat(tokens)[:tokens],
+    )  # fmt: skip
+
+
 def _scores() -> None:
     # FP8 has other warpgroups than BF16, and others again where each token has its sequence.
     fp8 = indexer_checks.ScoresCase("fp8", 64, (577, 70, 3), (9, 1, 1), 4, 16)
-    for case in (*indexer_checks.fuzzed(SEED, 6), fp8, replace(fp8, fresh=(1, 1, 1))):
+    # Of one token a block asks for keys early; a sequence without a token is no block's.
+    one_token = replace(fp8, fresh=(1, 1, 1)), replace(fp8, fresh=(1, 0, 1), page=64)
+    for case in (*indexer_checks.fuzzed(SEED, 6), fp8, *one_token):
         indexer_checks.on_device(case, indexer_checks.sides(case, "cuda").given)
 
 
@@ -216,10 +289,9 @@ def _cache() -> None:
 
 
 def _paged_pool() -> None:
-    for case in (*_one_by_one(), *paged_pool_checks.fuzzed(SEED, 6)):
+    for case in paged_pool_checks.fuzzed(SEED, 6):
         paged_pool_checks.mismatch(case)
-    for position in (4, 5, 6, 7):  # behind the only page there is nothing
-        paged_pool_checks.on_device(paged_pool_checks.call_on_one_page(position))
+    _pooled_one_by_one()
 
 
 def _one_by_one() -> list[compressor_checks.Case]:
@@ -232,8 +304,9 @@ def _one_by_one() -> list[compressor_checks.Case]:
 
 
 def _compressor() -> None:
-    for case in (*_one_by_one(), *compressor_checks.fuzzed(SEED, 6)):
+    for case in compressor_checks.fuzzed(SEED, 6):
         compressor_checks.mismatch(case)
+    _compressed_one_by_one()
 
 
 def _streams() -> None:
@@ -268,16 +341,9 @@ def _sums() -> None:
     whole = residual_checks.Case(ResidualProblem(3, 4096))
     for case in (whole, *residual_checks.fuzzed(SEED, 6)):
         residual_checks.on_device(case)
-    scale, queries = (
-        import_module(module_of(f"simt_{name}")) for name in ("scale", "latent_query")
-    )
+    scale = import_module(module_of("simt_scale"))
     scale.KERNEL.run(ScaleProblem(165, 0.5), SETTINGS, values=torch.randn(5, 33, device="cuda"))
-    problem = QueryProblem(5, 8, 192, 40)
-    queries.KERNEL.run(
-        problem, SETTINGS, latent=_normal(5, 8, 512), heads=_normal(5, 8, 192),
-        turns=latent_checks.table_of_turns(40).cuda(),
-        positions=torch.tensor([0, 39, 40, -1, 7], device="cuda"),
-    )  # fmt: skip
+    _latent_queries(5)
 
 
 def _quantised() -> None:
@@ -344,12 +410,19 @@ GROUPS = {
         _attention(rows.WITH_KEY, cache_checks.WITH_KEY),
         ("sm90_attention_turns", "simt_attention_merge"),
     ),
+    "attention of few heads, and of prompts": Group(
+        _few_heads_and_blocks_that_stay, ("sm90_attention_turns", "simt_attention_merge")
+    ),
     "scores": Group(_scores, ("sm90_indexer_scores",)),
     "indexer rows": Group(_operands, ("simt_indexer_operand",)),
     "choices": Group(_choices, ("simt_indexer_topk", "simt_router")),
     "cache": Group(_cache, ("simt_kv_write", "simt_kv_read")),
     "compressor": Group(_compressor, ("simt_compressor",)),
     "paged_pool": Group(_paged_pool, ("simt_paged_pool",)),
+    "wrong guesses": Group(
+        _wrong_guesses,
+        ("simt_compressor", "simt_paged_pool", "simt_qnorm_rope", "simt_latent_query"),
+    ),
     "streams": Group(_streams, ("simt_mhc", "simt_mhc_project")),
     "joined": Group(_joined, joined_checks.KERNELS),
     "rows": Group(

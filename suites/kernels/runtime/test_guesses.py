@@ -18,6 +18,7 @@ from degarble.kernels.primitives.kv_problem import TOKENS_GUESSED
 from degarble.kernels.runtime.modules import module_of
 from degarble.suites.kernels.attention import contract as attention
 from degarble.suites.kernels.cache import compressor_checks, paged_pool_checks
+from degarble.suites.kernels.memory_checks import WRONG_GUESSES
 from degarble.suites.kernels.rows import head_checks
 
 if TYPE_CHECKING:
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.needs("cutlass"), pytest.mark.h200, pytest.mark.b200]
 
 DEVICE_WORDS = "degarble.kernels.primitives.device_words"
-GUESSES = {
-    "one more": lambda true, tensor, at: true(tensor, at) + 1,
-    "zero": lambda true, tensor, at: true(tensor, at) * 0,
-    "negative": lambda true, tensor, at: true(tensor, at) * 0 - 7,
-    "the largest": lambda true, tensor, at: true(tensor, at) * 0 + 0x7FFF_FFFF,
-}
 
 
 class Guessing(NamedTuple):
@@ -71,13 +66,13 @@ def guess(
 ) -> None:
     """Compile a kernel anew whose guesses are wrong, and believed or not."""
     module, kernels = import_module(of.module), import_module(module_of(of.kernel))
-    monkeypatch.setattr(module, "guessed", partial(GUESSES[wrongly], module.guessed))
+    monkeypatch.setattr(module, "guessed", partial(WRONG_GUESSES[wrongly], module.guessed))
     if believed:
         monkeypatch.setattr(module, "wrong_guess", lambda number, guess: (number != guess) & False)
     monkeypatch.setattr(kernels, "KERNEL", replace(kernels.KERNEL))
 
 
-@pytest.mark.parametrize("wrongly", GUESSES)
+@pytest.mark.parametrize("wrongly", WRONG_GUESSES)
 @pytest.mark.parametrize("name", ALL)
 def test_a_wrong_guess_changes_nothing(
     name: str, wrongly: str, monkeypatch: pytest.MonkeyPatch
