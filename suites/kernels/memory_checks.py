@@ -186,22 +186,26 @@ def _attention(width: int, entries: tuple[str, ...]) -> Callable[[], None]:
     return launch
 
 
-def _few_heads_and_blocks_that_stay() -> None:
-    """Attend in small batches, whose thread blocks have 16 or 32 heads, and with whole prompts."""
-    decoding = attention_checks.Case(tokens=1, heads=70, far=700, seed=SEED)
-    for tokens, heads in ((1, 70), (1, 9), (3, 40)):
-        for splits in (2, 3, 8, 9):
-            few = replace(decoding, tokens=tokens, heads=heads, splits=splits)
-            # The first token of several has no keys.
-            few = replace(few, lengths=tokens > 1)
-            of_v32 = replace(few, key=rows.WITH_KEY, entry="fp8-v32", near=1300, far=None)
-            for case in (few, of_v32):
-                assert attention.heads_of_block(case.problem) < attention.HEADS
-                attention_checks.on_device(case, attention_checks.drawn(case))
-    # More items than thread blocks that run at a time.
-    prompt = replace(decoding, tokens=140, mode="prefill", entry="bf16", far=130, lengths=True)
-    of_v32 = replace(prompt, key=rows.WITH_KEY, near=330, far=None)
-    for case in (prompt, replace(prompt, entry="fp8", lengths=False), of_v32):
+def _few_heads() -> None:
+    """Attend in small batches, whose thread blocks have 16 or 32 heads."""
+    for (tokens, heads), splits in product(((1, 70), (1, 9), (3, 40)), (2, 3, 8, 9)):
+        # The first token of several has no keys.
+        case = attention_checks.Case(
+            tokens, heads, far=700, splits=splits, lengths=tokens > 1, seed=SEED
+        )
+        cases = [case]
+        if case.lengths:
+            cases.append(replace(case, key=rows.WITH_KEY, entry="fp8-v32", near=1300, far=None))
+        for each in cases:
+            assert attention.heads_of_block(each.problem) < attention.HEADS
+            attention_checks.on_device(each, attention_checks.drawn(each))
+
+
+def _blocks_that_stay() -> None:
+    """Attend with prompts of more items than thread blocks that run at a time."""
+    plain = attention_checks.Case(140, 70, far=130, mode="prefill", entry="bf16", seed=SEED)
+    of_codes, of_v32 = replace(plain, entry="fp8"), replace(plain, key=rows.WITH_KEY, far=None)
+    for case in (replace(plain, lengths=True), of_codes, replace(of_v32, near=330, lengths=True)):
         attention_checks.on_device(case, attention_checks.drawn(case))
 
 
@@ -410,9 +414,8 @@ GROUPS = {
         _attention(rows.WITH_KEY, cache_checks.WITH_KEY),
         ("sm90_attention_turns", "simt_attention_merge"),
     ),
-    "attention of few heads, and of prompts": Group(
-        _few_heads_and_blocks_that_stay, ("sm90_attention_turns", "simt_attention_merge")
-    ),
+    "attention of few heads": Group(_few_heads, ("sm90_attention_turns", "simt_attention_merge")),
+    "attention of prompts": Group(_blocks_that_stay, ()),
     "scores": Group(_scores, ("sm90_indexer_scores",)),
     "indexer rows": Group(_operands, ("simt_indexer_operand",)),
     "choices": Group(_choices, ("simt_indexer_topk", "simt_router")),
