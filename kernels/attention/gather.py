@@ -399,12 +399,13 @@ def bring_queries(of: NextQueries, how: cutlass.Constexpr) -> None:
     targets = targets_of_rows(of.queries_at, lane, warp, how)
     place, width = of.place, how.entry.width
     first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
+    of_lane = lane % LANES_OF_ROW * CHUNK
     shared.await_phase(of.empty, of.phase)
+    begin = of.q + first * (2 * width)
     for turn in cutlass.range_constexpr(how.rows_of_warp // ROWS_OF_COPY):
         row = warp * how.rows_of_warp + lane // LANES_OF_ROW + turn * ROWS_OF_COPY
         exists = place.head + Int32(row) < place.end
-        source = of.q + (first + Int64(ops.select(exists, row, Uint32(0)))) * (2 * width)
-        source = source + Int64(lane % LANES_OF_ROW) * CHUNK
+        source = begin + Int64(ops.select(exists, row * (2 * width) + of_lane, of_lane))
         size = ops.select(exists, Uint32(CHUNK), Uint32(0))
         # Rows eight apart have the same swizzle.
         for block in cutlass.range_constexpr(width // 64):
