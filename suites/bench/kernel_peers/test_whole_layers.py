@@ -287,7 +287,7 @@ def test_each_number_of_lanes_is_written_once_it_is_timed(
     vllm_layers.main([*line, "--lanes", "4", "1", "--context", "90"])
     rows = json.loads(out.read_text())["rows"]
     assert [row["lanes"] for row in rows] == [1, 4]
-    assert [row["kernels"] for row in rows] == [[["marlin", 1, 9.0]], [["marlin", 4, 9.0]]]
+    assert [row.get("kernels") for row in rows] == [None, [["marlin", 4, 9.0]]]
     assert written == [1]
 
 

@@ -271,7 +271,7 @@ def turn(path: Path, *, alone: bool) -> Iterator[None]:
 
 
 def measured(options: Any) -> None:
-    """Measure every number of lanes; then list the kernels of each."""
+    """Measure every number of lanes; then list the kernels of the last one."""
     say(f"{NOW}importing vLLM")
     versions = {name: import_module(name).__version__ for name in ("vllm", "torch")}
     read_first_layers()
@@ -301,10 +301,11 @@ def measured(options: Any) -> None:
             rows.append({"layers": options.layers, **lanes.timed()})
         write()
         say(str({name: of for name, of in rows[-1].items() if name != "seconds"}))
+    # Of the last lanes alone: a graph of fewer reads tables that are of other requests by now. And
+    # at the end, since a profiler slows what is timed after it.
     say(f"{NOW}listing kernels")
     with turn(options.turn, alone=True):
-        for row in rows:
-            row["kernels"] = kernels_of(step_graph(lanes.runner, row["lanes"])[0])
+        rows[-1]["kernels"] = kernels_of(step_graph(lanes.runner, lanes.lanes)[0])
     write()
 
 
