@@ -2,22 +2,24 @@
 
 It is what sm90_moe_by_row launches where matrices have whole lines and whole 128 rows
 (w4a16_walk_problem). Units of all rows' matrices are divided evenly among as many thread blocks as
-are there at once, and each walks its share. Roles of 17 warps:
+are there at once, and each walks its share. Roles of 20 warps:
 * 16 multiply, a part of K each. A warp brings its part of a row of activations to its own memory
   when the row changes; where those are not decoded yet, it quantises and decodes them on the way.
   For each unit it waits for stage after stage, decodes, multiplies by mma.sync and gives the stage
   back; then it leaves its sums in the next of SUM_BUFFERS places and goes on;
-* one asks the copy engine for boxes of codes and scales, `form.stages` stages ahead, and adds the
-  parts of the unit that lies `form.lag` behind: in the order of their number; scales, rounds, and
-  writes.
+* four load and add up, every fourth unit each. Such a warp asks the copy engine for boxes of a
+  unit's codes and scales as stages become free; then it adds up that unit's parts, in the order of
+  their number; scales, rounds, and writes.
 Rounds along K are written out. Where some parts of K have a step less, their warps have a text of
 their own, so that no branch stands between two steps.
 Barriers: a stage has a full and an empty one (1 arrival plus bytes; 16), given back behind a vote
 on what was read, as in sm90_gemm_w4a16. A place of sums has a full one (16). It needs no empty
-one: a unit's copies are issued after the sums whose place it takes were added up.
+one: the warp that asks for a unit's stages has added up before what was in the unit's place. A turn
+ends (1) when all stages of a unit are asked for; the next unit's warp waits for that, because a
+wait for an empty stage takes for granted that the stage's use before the last one has ended.
 
-Early (`form.early`): the loading warp does not wait for the previous launch until it adds up; it
-issues the copies of each of its first stages when those of the stage before have arrived, so that
+Early (`form.early`): loading warps do not wait for the previous launch until they add up; they
+issue the copies of each of the first stages when those of the stage before have arrived, so that
 few of them delay what the launch in front reads. The scale with which the first row is quantised is
 read early, too. What is read must be older than that launch: weights that nothing writes, and the
 experts' numbers of a router that ended before the previous launch let this one begin. Where numbers
@@ -65,6 +67,7 @@ class WalkMemory(NamedTuple):
     sums: Any
     full: Any
     sums_full: Any
+    turns: Any
 
 
 class WalkTask(NamedTuple):
@@ -87,13 +90,14 @@ def memory_of(form: W4A16WalkForm) -> WalkMemory:
     kept = ring + form.stages * facts.STAGE_BYTES
     sums = kept + form.rounds * (facts.WARPS * facts.STEP_BYTES)
     full = sums + facts.SUM_BUFFERS * facts.SUM_BYTES
-    return WalkMemory(ring, kept, sums, full, full + 2 * EMPTY)
+    sums_full = full + 2 * EMPTY
+    return WalkMemory(ring, kept, sums, full, sums_full, sums_full + 8 * facts.SUM_BUFFERS)
 
 
-def first_of(task: WalkTask, form: W4A16WalkForm) -> tuple[Any, Any, Any]:
-    """Return the first unit, its matrix among those of all rows, and that one's end in tiles."""
-    matrix = task.begin * form.tiles // task.of_matrix
-    return task.begin, matrix, (matrix + 1) * task.of_matrix
+def matrix_of(unit: Any, task: WalkTask, form: W4A16WalkForm) -> tuple[Any, Any]:
+    """Return a unit's matrix among those of all rows, and that one's end in tiles."""
+    matrix = unit * form.tiles // task.of_matrix
+    return matrix, (matrix + 1) * task.of_matrix
 
 
 def expert_of_row(row: Any, address: Any, read: Any, task: WalkTask) -> Any:
@@ -102,7 +106,7 @@ def expert_of_row(row: Any, address: Any, read: Any, task: WalkTask) -> Any:
     return product.expert_of(row, number, (task.shared, task.routed, task.experts))
 
 
-# ---- the warp that loads and adds up -------------------------------------------------------------
+# ---- the warps that load and add up --------------------------------------------------------------
 
 
 @cute.jit
@@ -111,55 +115,56 @@ def feed_units(
     pointers: tuple[Any, ...],
     memory: WalkMemory,
     task: WalkTask,
-    lane: Uint32,
+    own: tuple[Uint32, Uint32],
     form: cutlass.Constexpr,
 ) -> None:
-    """Ask for all stages in turn, as soon as there is space; `form.lag` units behind, add up."""
+    """Ask for all stages of every fourth unit, and add each of these up before the next one.
+
+    Of a warp: its number among those that load, which is that of its place of sums; and the lane.
+    """
+    mine, lane = own
     read = ptx.early_word if form.early else ptx.global_word
-    at, phase = Uint32(0), Uint32(1)  # of a fresh barrier phase 1 counts as ended
-    buffer, sums_phase = Uint32(0), Uint32(0)
-    unit, matrix, end = first_of(task, form)
-    added, of, last = first_of(task, form)
-    now, first_block = Uint32(NOBODY), Uint32(0)
-    known, scale, pending = Uint32(NOBODY), Float32(0.0), Uint32(0)
-    asked = Uint32(0)
+    unit = task.begin + mine
+    matrix, end = matrix_of(unit, task, form)
+    now, first_block, scale = Uint32(NOBODY), Uint32(0), Float32(0.0)
+    before = memory.turns + (mine + facts.LOADING - 1) % facts.LOADING * 8
+    # Of a fresh barrier phase 1 counts as ended: the first unit waits for none.
+    turn, sums_phase = ops.select(mine == 0, Uint32(1), Uint32(0)), Uint32(0)
     of_matrix = task.outputs // SWIZZLE_128X4.row_tile
-    while added < task.end:
-        if unit < task.end:
-            if unit * form.tiles >= end:
-                matrix, end = matrix + 1, end + task.of_matrix
-            if matrix != now:
-                row = matrix // form.products
-                expert = expert_of_row(row, pointers[6].toint(), read, task)
-                first_block = (expert * form.products + matrix % form.products) * of_matrix
-                now = matrix
-            tile = unit * form.tiles + task.of_matrix - end
-            place = tile % 8, first_block + tile // 8
-            for round_ in cutlass.range(Int32(0), Int32(form.rounds), unroll=1):
-                barrier = memory.full + at * 8
-                if cutlass.const_expr(form.early):  # noqa: SIM102  settled when traced
-                    if (asked > 0) & (asked < form.stages):
-                        ptx.await_phase(barrier - 8, Uint32(0))
-                asked = asked + 1
-                ptx.await_phase(barrier + EMPTY, phase)
-                ptx.expect(barrier, Uint32(facts.STAGE_BYTES), lane == 0)
-                stage = memory.ring + at * facts.STAGE_BYTES
-                copy_unit(views, (*place, Uint32(round_)), (stage, barrier), form)
-                at, phase = next_place(at, phase, form.stages)
-            unit, pending = unit + 1, pending + 1
-        if (unit >= task.end) | (pending > form.lag):
-            if cutlass.const_expr(form.early):
-                wait_for_front()
-            if added * form.tiles >= last:
-                of, last = of + 1, last + task.of_matrix
-            if of != known:
-                scale = scale_of(pointers, of, task, form)
-                known = of
-            add_unit(
-                pointers, memory, task, (added, of, last, lane, buffer, sums_phase), scale, form
-            )
-            buffer, sums_phase = next_place(buffer, sums_phase, facts.SUM_BUFFERS)
-            added, pending = added + 1, pending - 1
+    while unit < task.end:
+        if unit * form.tiles >= end:
+            matrix, end = matrix + 1, end + task.of_matrix
+        changes = matrix != now
+        if changes:
+            row = matrix // form.products
+            expert = expert_of_row(row, pointers[6].toint(), read, task)
+            first_block = (expert * form.products + matrix % form.products) * of_matrix
+        tile = unit * form.tiles + task.of_matrix - end
+        place = tile % 8, first_block + tile // 8
+        ptx.await_phase(before, turn)
+        asked = (unit - task.begin) * form.rounds
+        at, phase = asked % form.stages, 1 - asked // form.stages % 2
+        for round_ in cutlass.range(Int32(0), Int32(form.rounds), unroll=1):
+            barrier = memory.full + at * 8
+            if cutlass.const_expr(form.early):  # noqa: SIM102  settled when traced
+                if (asked > 0) & (asked < form.stages):
+                    ptx.await_phase(barrier - 8, Uint32(0))
+            asked = asked + 1
+            ptx.await_phase(barrier + EMPTY, phase)
+            ptx.expect(barrier, Uint32(facts.STAGE_BYTES), lane == 0)
+            stage = memory.ring + at * facts.STAGE_BYTES
+            copy_unit(views, (*place, Uint32(round_)), (stage, barrier), form)
+            at, phase = next_place(at, phase, form.stages)
+        ptx.arrive(memory.turns + mine * 8, lane == 0)
+        turn = turn ^ 1
+        if cutlass.const_expr(form.early):
+            wait_for_front()
+        if changes:
+            scale = scale_of(pointers, matrix, task, form)
+            now = matrix
+        add_unit(pointers, memory, task, (unit, matrix, end, lane, mine, sums_phase), scale, form)
+        sums_phase = sums_phase ^ 1
+        unit = unit + facts.LOADING
 
 
 def copy_unit(
@@ -330,7 +335,8 @@ def multiply_units(
     to = memory.sums + warp * (product.TILE * 4) + facts.place_of(lane // 4) * 4
     sums = cute.make_rmem_tensor(4, Float32)
     at, phase, buffer = Uint32(0), Uint32(0), Uint32(0)
-    unit, matrix, end = first_of(task, form)
+    unit = task.begin
+    matrix, end = matrix_of(unit, task, form)
     now, scale = Uint32(NOBODY), Float32(0.0)
     if cutlass.const_expr(form.early and form.source != DECODED):
         # What the first row needs besides its values: older than the launch in front.
@@ -363,8 +369,7 @@ def multiply_units(
             else:
                 ptx.arrive(barrier + EMPTY, lane == 0)
             at, phase = next_place(at, phase, form.stages)
-        # Free: this unit's copies were issued after the place's last sums had been added up
-        # (form.lag).
+        # Free: this unit's copies were issued after the place's last sums had been added up.
         if lane % 4 == 0:  # column 0 of an mma, the only row of activations
             ptx.store_number(to + buffer * facts.SUM_BYTES, sums[0])
             ptx.store_number(to + (buffer * facts.SUM_BYTES + 8 * 4), sums[2])
@@ -450,7 +455,7 @@ def walk_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Dispatch by warp: 16 multiply, one loads and adds up."""
+    """Dispatch by warp: 16 multiply, four load and add up."""
     rows, outputs, columns, shared, routed, experts, chosen, *division = (
         Uint32(each) for each in extents
     )
@@ -467,16 +472,17 @@ def walk_kernel(
         ptx.begin_barrier(memory.full + EMPTY + lane * 8, facts.WARPS)
         if lane < facts.SUM_BUFFERS:
             ptx.begin_barrier(memory.sums_full + lane * 8, facts.WARPS)
+            ptx.begin_barrier(memory.turns + lane * 8, 1)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     of_matrix = outputs // product.TILE
     every = of_matrix * rows * form.products // form.tiles
     begin, end = product.share_of(Uint32(block), every, (*division, 1))
     task = WalkTask(begin, end, outputs, columns, of_matrix, shared, routed, experts, chosen)
-    if warp == facts.WARPS:
+    if warp >= facts.WARPS:
         if cutlass.const_expr(not form.early):
             wait_for_front()
-        feed_units(views, pointers, memory, task, lane, form)
+        feed_units(views, pointers, memory, task, (warp - facts.WARPS, lane), form)
     else:
         # Of the last thread block, whose share is never the largest.
         tells = (block == blocks - 1) & (warp == 0)

@@ -2,7 +2,7 @@
 
 Sums have the order of w4a16_problem, so a row's bits are those of sm90_gemm_w4a16. How they are
 made differs: a stage's codes are one box of 128-byte lines, swizzled; a warp keeps its part of the
-activations, in order, for as long as the row stays; and the warp that loads adds up the parts, so
+activations, in order, for as long as the row stays; and the warps that load add up the parts, so
 no warp that multiplies waits for another one.
 
 A unit is what a stage of every round holds: a tile of 16 outputs, or two where K has no more steps
@@ -33,6 +33,10 @@ CODE_BYTES = WARPS * product.TILE * product.STEP // 2  # of a stage
 STAGE_BYTES = CODE_BYTES + CODE_BYTES // 8  # its scales follow its codes
 STEP_BYTES = 2 * product.STEP  # of activations
 SUM_BUFFERS = 4  # units whose sums may wait to be added up
+# Warps that load and add up, a place of sums each. One on each of a processor's four schedulers:
+# a single one would leave its scheduler more to issue than the other three, and all warps wait for
+# the slowest.
+LOADING = SUM_BUFFERS
 SUM_BYTES = WARPS * product.TILE * 4  # of a unit
 MOST_STAGES = 16
 # Measured on an H200: docs/design-notes/moe_kernel.md.
@@ -68,8 +72,8 @@ class W4A16WalkForm:
 
     @property
     def threads(self) -> int:
-        """Return the threads: of warps that multiply, and of one that loads and adds up."""
-        return 32 * (WARPS + 1)
+        """Return the threads: of warps that multiply, and of those that load and add up."""
+        return 32 * (WARPS + LOADING)
 
     @property
     def kept_values(self) -> int:
@@ -78,16 +82,6 @@ class W4A16WalkForm:
         Four where a round is the whole row, so that all 32 lanes load; else eight.
         """
         return product.STEP // 32 if self.source != DECODED and self.rounds == 1 else 8
-
-    @property
-    def lag(self) -> int:
-        """Return how many units are loaded beyond the one that is added up next.
-
-        Units under way fill all stages, unless SUM_BUFFERS limits them: then a stage may stay empty
-        while sums are added.
-        """
-        lag: int = min(SUM_BUFFERS - 1, ceil_div(self.stages, self.rounds))
-        return lag
 
 
 def serves(problem: W4A16Problem, target: str) -> bool:

@@ -87,6 +87,8 @@ def test_every_unit_has_one_walk_and_shared_memory_holds_it(
     assert form.stages <= facts.MOST_STAGES
     assert facts.STAGE_BYTES % facts.ALIGNMENT == 0
     assert facts.CODE_BYTES // form.tiles % facts.ALIGNMENT == 0
+    # A loading warp goes from a unit to the fourth one after it, past one matrix's end at most.
+    assert facts.tiles_of_matrix(outputs) // form.tiles >= facts.LOADING
     steps = -(-columns // w4a16.STEP)
     assert steps <= form.parts * facts.rounds_of(columns)
     assert form.parts == (8 if steps <= 8 else 16)
@@ -130,35 +132,36 @@ class Walk:
 
     WARPS = 3
 
-    def __init__(self, stages: int, buffers: int, rounds: int, lag: int) -> None:
-        self.rounds, self.lag = rounds, lag
+    def __init__(self, stages: int, rounds: int, *, in_turn: bool = True) -> None:
+        self.rounds, self.in_turn = rounds, in_turn
         self.full = [Phases(1) for _ in range(stages)]
         self.empty = [Phases(self.WARPS) for _ in range(stages)]
-        self.sums_full = [Phases(self.WARPS) for _ in range(buffers)]
+        self.sums_full = [Phases(self.WARPS) for _ in range(facts.LOADING)]
+        self.turns = [Phases(1) for _ in range(facts.LOADING)]
         self.held, self.reading = [-1] * stages, [set[int]() for _ in range(stages)]
-        self.sums = [[-1] * self.WARPS for _ in range(buffers)]
+        self.sums = [[-1] * self.WARPS for _ in range(facts.LOADING)]
         self.copies: list[int] = []
-        self.added: list[int] = []
+        self.added: set[int] = set()
 
-    def feeding(self, units: int) -> Iterator[Callable[[], bool]]:
-        """Load a unit, and add up the one that lies `lag` behind."""
-        loaded, added = 0, 0
-        while added < units:
-            if loaded < units:
-                for number in range(loaded * self.rounds, (loaded + 1) * self.rounds):
-                    turn, at = divmod(number, len(self.held))
-                    if 0 < number < len(self.held):  # one after the other, as early forms do
-                        yield lambda at=at: self.full[at - 1].has_ended(0)  # type: ignore[misc]
-                    yield lambda at=at, turn=turn: self.empty[at].has_ended(1 - turn % 2)  # type: ignore[misc]
-                    self.copies.append(number)
-                loaded += 1
-            if loaded in (units, added + self.lag + 1):
-                turn, at = divmod(added, len(self.sums))
-                yield lambda at=at, turn=turn: self.sums_full[at].has_ended(turn % 2)  # type: ignore[misc]
-                yield lambda: True
-                assert self.sums[at] == [added] * self.WARPS, "sums of another unit"
-                self.added.append(added)
-                added += 1
+    def feeding(self, mine: int, units: int) -> Iterator[Callable[[], bool]]:
+        """Load every fourth unit, in turn, and add it up before the next one."""
+        before = self.turns[mine - 1]
+        for unit in range(mine, units, facts.LOADING):
+            own_turn = unit // facts.LOADING % 2
+            if self.in_turn:
+                parity = own_turn if mine else 1 - own_turn
+                yield lambda parity=parity: before.has_ended(parity)  # type: ignore[misc]
+            for number in range(unit * self.rounds, (unit + 1) * self.rounds):
+                turn, at = divmod(number, len(self.held))
+                if 0 < number < len(self.held):  # one after the other, as early forms do
+                    yield lambda at=at: self.full[at - 1].has_ended(0)  # type: ignore[misc]
+                yield lambda at=at, turn=turn: self.empty[at].has_ended(1 - turn % 2)  # type: ignore[misc]
+                self.copies.append(number)
+            self.turns[mine].arrive()
+            yield lambda parity=own_turn: self.sums_full[mine].has_ended(parity)  # type: ignore[misc]
+            yield lambda: True
+            assert self.sums[mine] == [unit] * self.WARPS, "sums of another unit"
+            self.added.add(unit)
 
     def land(self, which: int) -> None:
         number = self.copies.pop(which)
@@ -183,7 +186,8 @@ class Walk:
 
     def run(self, units: int, drawn: random.Random) -> None:
         multiplying = [self.multiplying(warp, units) for warp in range(self.WARPS)]
-        warps: list[Any] = [self.feeding(units), *multiplying]
+        feeding = [self.feeding(mine, units) for mine in range(facts.LOADING)]
+        warps: list[Any] = [*feeding, *multiplying]
         waits = {number: next(warp) for number, warp in enumerate(warps)}
         weights = [1.0] * (len(warps) + 1)
         while waits:
@@ -199,18 +203,22 @@ class Walk:
                 del waits[chosen]
             else:
                 waits[chosen] = wait
-        assert self.added == list(range(units))
+        assert self.added == set(range(units))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 4, 9])
 @pytest.mark.parametrize("stages", [1, facts.STAGES, 9])
 def test_a_walk_ends_and_nothing_is_overwritten_before_it_is_read(stages: int, rounds: int) -> None:
-    lag = replace(form_of(256, rounds * w4a16.ROUND), stages=stages).lag
-    assert lag * rounds >= min(stages, facts.SUM_BUFFERS - 1)
-    for seed, buffers in product(range(10), (lag + 1, facts.SUM_BUFFERS)):
-        Walk(stages, buffers, rounds, lag).run(30, random.Random(f"{stages} {rounds} {seed}"))
+    for seed in range(20):
+        Walk(stages, rounds).run(30, random.Random(f"{stages} {rounds} {seed}"))
 
 
-def test_sums_that_are_added_up_too_late_are_overwritten() -> None:
-    with pytest.raises(AssertionError, match=r"sums of another unit|all wait for each other"):
-        Walk(4, 2, 1, 2).run(300, random.Random("late"))
+def test_units_asked_for_out_of_turn_are_taken_for_others() -> None:
+    """A wait for an empty stage takes for granted that the use before the last one has ended."""
+    failed = 0
+    for seed in range(20):
+        try:
+            Walk(facts.STAGES, 2, in_turn=False).run(30, random.Random(f"out of turn {seed}"))
+        except AssertionError:
+            failed += 1
+    assert failed > 10

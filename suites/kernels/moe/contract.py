@@ -142,6 +142,8 @@ def _walk_form(form: W4A16WalkForm, *, slow: bool) -> MachineCode:
         **({"st.shared.f32": 2 * texts} if form.whole or form.rounds > 1 else {}),
         "st.global.b32": form.places * texts,
         "mbarrier.arrive.shared::cta.b64 _, [all]": steps,
+        # Of stages, full and empty; of sums; and of whose turn it is to ask for stages.
+        "mbarrier.init.shared::cta.b64": 4,
     }
     has = {"ld.global.nc": False, "max.xorsign.abs.bf16x2": undecoded, "bf16.bf16.f32": False}
     of_tokens = form.products == facts.GATE_AND_UP
