@@ -19,6 +19,7 @@ from degarble.kernels.primitives.e2m1 import (
     SCALE_EXPONENT,
     bf16_pairs,
     fp16_pairs,
+    fp16_pairs_by_products,
 )
 
 WORDS = 4  # of 16 bytes
@@ -297,6 +298,25 @@ def decoded_halves(word: Any, scale: Any) -> list[Any]:
         emit("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", [Uint32], pair, scale)
         for pair in fp16_pairs(word, permuted_bytes, Uint32)
     ]
+
+
+def decoded_halves_by_products(word: Any, scale: Any, zero: Any) -> list[Any]:
+    """Return what `decoded_halves` does, on both pipes; `zero` is as in `give_back`."""
+
+    def product(number: Any, factor: int, addend: Any) -> Any:
+        return multiplied(number, factor, addend, zero)
+
+    return [
+        emit("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", [Uint32], pair, scale)
+        for pair in fp16_pairs_by_products(word, permuted_bytes, product, Uint32)
+    ]
+
+
+def multiplied(word: Any, factor: int, addend: Any, zero: Any) -> Any:
+    """Return a word times a factor plus an addend, modulo 2**32, on the pipe that multiplies."""
+    # Trap: of a factor that it knows ptxas makes a shift or a sum, which are on the integer pipe.
+    text = "mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};"
+    return emit(text, [Uint32], word, zero + Uint32(factor), Uint32(addend))
 
 
 def permuted_bytes(low: Any, high: Any, order: int) -> Any:

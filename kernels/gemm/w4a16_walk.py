@@ -298,7 +298,7 @@ def add_step(
         codes = codes + ptx.shared_words(second + half * SECOND_HALF, 2)
         at = lane.scales + (by_stage + half * 8)
         low, high = (ptx.shared_byte(at + later) for later in (0, 64))
-        pair = ptx.chosen_bytes(low, high, Uint32(0x0040))
+        pair = ptx.multiplied(high, 1 << 8, low, zero)
         read = read | codes[0] | codes[2] | pair
         both.append((codes, ptx.half_scales(pair)))
     for j in range(ptx.WORDS):
@@ -306,7 +306,8 @@ def add_step(
             ptx.give_back(barrier, [read], zero, one)
         x = ptx.shared_words(kept + (0, 16, 128, 144)[j], ptx.WORDS)
         low, high = (
-            ptx.decoded_halves(codes[j], ptx.twice(scales, j // 2)) for codes, scales in both
+            ptx.decoded_halves_by_products(codes[j], ptx.twice(scales, j // 2), zero)
+            for codes, scales in both
         )
         for pair in range(0, PAIRS, 2):
             four = [low[pair], high[pair], low[pair + 1], high[pair + 1]]

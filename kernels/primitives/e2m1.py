@@ -315,6 +315,9 @@ HALF_SCALE_EXPONENT: Final = 7  # so that the product of 448 and this is an FP16
 _SIGNS: Final = 0x8080_8080
 _MAGNITUDES: Final = 0x0E0E_0E0E
 _UPPER_BYTES: Final = (0x2404, 0x3414)  # of bytes 0 and 2, or 1 and 3; byte 4 is zero
+_LOWER_BYTES: Final = 0x00FF_00FF
+_BYTE_UP: Final = 1 << 8
+_MINUS_ONE: Final = 0xFFFF_FFFF
 
 
 def fp16_pairs(
@@ -323,7 +326,30 @@ def fp16_pairs(
     constant: Callable[[int], Any] = int,
 ) -> list[Any]:
     """Return four words; word j has codes j (low) and j + 4, times 2**-14, as FP16."""
+    nibbles = _half_bytes(word, constant)
+    return [bytes_of(codes, 0, order) for order in _UPPER_BYTES for codes in nibbles]
+
+
+def fp16_pairs_by_products(
+    word: Any,
+    bytes_of: Callable[[Any, Any, int], Any] = HALF_OPERATORS.bytes_of,
+    product: Callable[[Any, int, Any], Any] = HALF_OPERATORS.low_word,
+    constant: Callable[[int], Any] = int,
+) -> list[Any]:
+    """Return what `fp16_pairs` does; two products and a mask separate codes of low nibbles.
+
+    Products are of another pipe than permutations and masks. They are on the one that multiplies by
+    scales, too, so high nibbles stay with permutations.
+    """
+    low, high = _half_bytes(word, constant)
+    lower = low & constant(_LOWER_BYTES)
+    first, second = (bytes_of(high, 0, order) for order in _UPPER_BYTES)
+    return [product(lower, _BYTE_UP, 0), first, product(lower, _MINUS_ONE, low), second]
+
+
+def _half_bytes(word: Any, constant: Callable[[int], Any]) -> tuple[Any, Any]:
+    """Return the upper bytes of FP16 numbers: those of low nibbles, and of high ones."""
     signs, magnitudes = constant(_SIGNS), constant(_MAGNITUDES)
     low = (word * constant(2) & magnitudes) | (word * constant(16) & signs)
     high = (ops.shift_right(word, 3) & magnitudes) | (word & signs)
-    return [bytes_of(codes, 0, order) for order in _UPPER_BYTES for codes in (low, high)]
+    return low, high

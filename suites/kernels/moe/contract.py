@@ -132,6 +132,7 @@ def _walk_form(form: W4A16WalkForm, *, slow: bool) -> MachineCode:
         # A lane's four words of two rows, in each step: two mma each.
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": 8 * steps,
         "mul.rn.f16x2": (32 + 2) * steps,  # of weights, and of two words of scales
+        "mad.lo.u32": (16 + 2) * steps,  # of weights of low nibbles, and of two words of scales
         # A box for a tile's codes, and one for its scales.
         "cp.async.bulk.tensor.5d": form.tiles,
         "cp.async.bulk.tensor.3d": form.tiles,

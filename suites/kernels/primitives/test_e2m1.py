@@ -28,6 +28,7 @@ from degarble.kernels.primitives.e2m1 import (
     e2m1_word,
     e2m1_word_by_products,
     fp16_pairs,
+    fp16_pairs_by_products,
 )
 
 if TYPE_CHECKING:
@@ -249,16 +250,19 @@ def numbers(words_W: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch
     return halves_W2.to(torch.int16).view(dtype)
 
 
-DECODERS: dict[torch.dtype, tuple[Callable[[Any], list[Any]], int, int]] = {
-    torch.bfloat16: (bf16_pairs, VALUE_EXPONENT, SCALE_EXPONENT),
-    torch.float16: (fp16_pairs, HALF_VALUE_EXPONENT, HALF_SCALE_EXPONENT),
-}
-by_each = pytest.mark.parametrize("dtype", DECODERS, ids=str)
+DECODERS: dict[str, tuple[Callable[[Any], list[Any]], torch.dtype, int, int]] = {
+    "bf16": (bf16_pairs, torch.bfloat16, VALUE_EXPONENT, SCALE_EXPONENT),
+    "fp16": (fp16_pairs, torch.float16, HALF_VALUE_EXPONENT, HALF_SCALE_EXPONENT),
+    "by_products": (
+        fp16_pairs_by_products, torch.float16, HALF_VALUE_EXPONENT, HALF_SCALE_EXPONENT,
+    ),
+}  # fmt: skip
+by_each = pytest.mark.parametrize("decoder", DECODERS)
 
 
-def mismatches(dtype: torch.dtype = torch.bfloat16) -> int:
+def mismatches(decoder: str) -> int:
     """Count wrong numbers over all codes in all places, among neighbours of all ones and zeros."""
-    wrong, (pairs, exponent, _) = 0, DECODERS[dtype]
+    wrong, (pairs, dtype, exponent, _) = 0, DECODERS[decoder]
     for place in range(2 * PAIRS):
         for neighbours in (0, 0xFFFF_FFFF):
             words = (neighbours & ~(0xF << 4 * place)) | (CODES << 4 * place)
@@ -269,21 +273,21 @@ def mismatches(dtype: torch.dtype = torch.bfloat16) -> int:
 
 
 @by_each
-def test_every_code_in_every_place(dtype: torch.dtype) -> None:
-    assert mismatches(dtype) == 0
+def test_every_code_in_every_place(decoder: str) -> None:
+    assert mismatches(decoder) == 0
 
 
 @by_each
-def test_ints_and_tensors_agree(dtype: torch.dtype) -> None:
-    pairs = DECODERS[dtype][0]
+def test_ints_and_tensors_agree(decoder: str) -> None:
+    pairs = DECODERS[decoder][0]
     for word in (0, 0xFFFF_FFFF, 0x1234_5678, 0x8765_4321):
         tensors = pairs(torch.tensor([word]))
         assert pairs(word) == [int(pair[0]) for pair in tensors]
 
 
 @by_each
-def test_every_code_times_every_scale_is_exact(dtype: torch.dtype) -> None:
-    pairs, exponent, of_scale = DECODERS[dtype]
+def test_every_code_times_every_scale_is_exact(decoder: str) -> None:
+    pairs, dtype, exponent, of_scale = DECODERS[decoder]
     scale_codes = torch.arange(256)
     values = numbers(pairs(CODES)[0], dtype)[:, :1]
     scale_S = e4m3_decode(scale_codes)
@@ -305,11 +309,18 @@ def test_every_decoded_activation_is_an_fp16_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("_KEPT", 0x81C0_80C0), ("_PAIR", 0x000F_0007), ("_PAIR_MOVES", (0x1040, 0x102))],
+    ("decoder", "name", "value"),
+    [
+        ("bf16", "_KEPT", 0x81C0_80C0),
+        ("bf16", "_PAIR", 0x000F_0007),
+        ("bf16", "_PAIR_MOVES", (0x1040, 0x102)),
+        ("by_products", "_LOWER_BYTES", 0x00FF_007F),
+        ("by_products", "_BYTE_UP", 1 << 7),
+        ("by_products", "_MINUS_ONE", 0),
+    ],
 )
 def test_a_wrong_constant_is_detected(
-    name: str, value: object, monkeypatch: pytest.MonkeyPatch
+    decoder: str, name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(e2m1, name, value)
-    assert mismatches() > 0
+    assert mismatches(decoder) > 0
