@@ -37,13 +37,25 @@ class GemvWalk:
     least_sums: int  # of a row of activations, from which on this walk is taken
     together: int  # rows of the weight that a warp sums at once
     ahead: int  # steps whose loads are under way while one is summed
+    warps: int = WARPS  # of a thread block
+    blocks: int = 1  # thread blocks of a multiprocessor
+    copied: int = 1  # vectors of the activations that a thread loads at once
+    exact: bool = False  # for plain products whose steps along K are whole turns of it
+    once: bool = False  # a warp has one bundle at most, whose steps are one turn: none is refilled
 
 
 # Few rows of a weight are spread over all warps of a GPU: by four, 128 rows would keep 32 warps
 # busy, each waiting for memory by itself. Measured: docs/design-notes/row_kernels.md.
-OF_ONE_ROW = (GemvWalk(1280, 2, 4), GemvWalk(0, 1, 8))
+OF_ONE_ROW: tuple[GemvWalk, ...] = (
+    GemvWalk(2048, 2, 3, exact=True),  # V3.2's K = 1536
+    GemvWalk(2048, 2, 4),
+    GemvWalk(0, 1, 14, warps=4, blocks=3, copied=8, exact=True),  # K = 7168
+    GemvWalk(0, 1, 16, warps=4, blocks=3, copied=8, exact=True, once=True),  # V4's K = 4096
+    GemvWalk(1280, 2, 4),
+    GemvWalk(0, 1, 8),
+)
 OF_SEVERAL = (GemvWalk(8192, 4, 2), GemvWalk(0, 1, 4))
-MOST_AHEAD = max(walk.ahead for walk in OF_ONE_ROW + OF_SEVERAL)
+MOST_AHEAD = max(walk.ahead for walk in OF_ONE_ROW + OF_SEVERAL if not walk.exact)
 ROWS = (1, 2, 4, 8)  # of activations: a form serves up to so many
 DECODED_ROWS = (1, 4)  # of forms that quantise: the others would spill registers
 MOST_COLUMNS = 16_384
@@ -65,6 +77,7 @@ class GemvProblem:
     turned: int = 0  # values of a head, of heads whose last 64 are turned back before the product
     positions: int = 0  # rows of the table of turns
     decoded: bool = False  # whether sums are quantised to NVFP4 and decoded as well
+    spared: int = 0  # multiprocessors left to launches on other branches of a graph
 
     def __post_init__(self) -> None:
         if (self.turned > 0) != (self.positions > 0):
@@ -128,11 +141,12 @@ class GemvForm:
     walk: GemvWalk
     turned: int = 0
     decoded: bool = False
+    late: bool = False  # the next launch is set up when this one is through its bundles
 
     @property
     def together(self) -> int:
         """Return the neighbouring sums of a row that a thread block makes in a round."""
-        return WARPS * self.walk.together
+        return self.walk.warps * self.walk.together
 
 
 def rows_of_form(rows: int) -> int:
@@ -150,18 +164,31 @@ def inner_held(rows: int) -> int:
 def choose_form(problem: GemvProblem, target: str) -> GemvForm:
     """Return the form that answers a problem."""
     rows, walk = rows_of_form(problem.rows), walk_of(problem)
-    return GemvForm(rows, problem.out, target, walk, problem.turned, problem.decoded)
+    late = problem.spared > 0
+    return GemvForm(rows, problem.out, target, walk, problem.turned, problem.decoded, late)
 
 
 def walk_of(problem: GemvProblem) -> GemvWalk:
     """Return how the rows of a problem's weight are walked."""
+    return _walk(problem, plain=not (problem.turned or problem.decoded))
+
+
+def _walk(problem: GemvProblem, *, plain: bool) -> GemvWalk:
     walks = OF_ONE_ROW if rows_of_form(problem.rows) == 1 else OF_SEVERAL
-    return next(walk for walk in walks if problem.sums >= walk.least_sums)
+    made = ceil_div(problem.inner, STEP)
+    return next(
+        walk
+        for walk in walks
+        if problem.sums >= walk.least_sums
+        and (not walk.exact or (plain and made % walk.ahead == 0))
+        and (not walk.once or made == walk.ahead)
+    )
 
 
 def decodes(problem: GemvProblem) -> bool:
     """Return whether sums can be quantised where they are made: by whole rounds of all warps."""
-    whole = problem.columns % (WARPS * walk_of(problem).together) == 0
+    walk = _walk(problem, plain=False)
+    whole = problem.columns % (walk.warps * walk.together) == 0
     fits = rows_of_form(problem.rows) in DECODED_ROWS
     return fits and whole and problem.out == "bf16"
 
@@ -175,8 +202,13 @@ def steps(problem: GemvProblem, walk: GemvWalk) -> int:
 def grid(problem: GemvProblem, walk: GemvWalk, processors: int) -> tuple[int, int]:
     """Return the thread blocks of a group, and the groups: one block a multiprocessor at most."""
     bundles: int = ceil_div(problem.columns, walk.together)
-    rounds = bundles // WARPS if problem.decoded else bundles
-    return min(rounds, max(1, processors // problem.groups)), problem.groups
+    rounds = bundles // walk.warps if problem.decoded else bundles
+    if walk.exact:  # no warp without a bundle
+        rounds = ceil_div(bundles, walk.warps)
+    if walk.once:
+        return rounds, problem.groups
+    places = (processors - problem.spared) * walk.blocks
+    return min(rounds, max(1, places // problem.groups)), problem.groups
 
 
 # ---- the arithmetic of a lane --------------------------------------------------------------------

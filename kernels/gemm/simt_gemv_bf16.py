@@ -8,14 +8,18 @@ every sum, so results have defined bits. Forms that save a launch beside it:
 * decoded: sums are quantised to NVFP4 and decoded as well, for a product that reads them so. Then a
   thread block's warps have neighbouring bundles, meet after each, and share the blocks of 16 sums.
 
-One thread block of 16 warps per multiprocessor. All threads copy their group's x to shared memory
-once (zeros beyond M and K), then each warp takes bundles of T rows of W, 16 warps x blocks apart:
+One thread block of 16 warps per multiprocessor, or several smaller ones. All threads copy their
+group's x to shared memory once (zeros beyond M and K), then each warp takes bundles of T rows of W,
+as many apart as there are warps:
   1. every lane has the next A steps of W in registers, 16 bytes a row, the first ones before x and
      before the previous launch has ended: nothing writes weights while launches are under way;
   2. it starts the loads of step s + A, or of the next bundle's first steps, then adds step s for
      all rows of x from shared memory;
   3. sums are folded over the warp, and lane T m + t writes the sum of row m and weight row t.
 W is read exactly once and goes straight to registers. T and A are the form's walk.
+
+A product that spares multiprocessors for other branches of a graph lets the next launch be set up
+when it is through its bundles: earlier, that one's thread blocks would stand there.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
 graph. Shape letters: G groups, M rows, N columns of a group's result, K inner.
@@ -33,7 +37,6 @@ from degarble.kernels.gemm import gemv_problem as facts
 from degarble.kernels.gemm.gemv_problem import (
     LANES,
     VECTOR,
-    WARPS,
     GemvForm,
     GemvProblem,
 )
@@ -64,7 +67,8 @@ from degarble.kernels.runtime.kernel import (
     Storage,
     as_vector,
 )
-from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.operands import DRIVERS_CHOICE
+from degarble.kernels.runtime.pdl import EARLY, follow, let_follow, wait_for_front
 
 WORDS = VECTOR // 2
 
@@ -102,26 +106,31 @@ def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be 
     """Copy the activations to shared memory, then sum up bundles of rows of the weight."""
     activations, weight, out, turning, coding = tensors
     rows, columns, vectors, steps, positions = extents
-    together, most_ahead = form.walk.together, form.walk.ahead
+    together, most_ahead, warps = form.walk.together, form.walk.ahead, form.walk.warps
     thread, _, _ = cute.arch.thread_idx()
     block, group, _ = cute.arch.block_idx()
     walkers, groups, _ = cute.arch.grid_dim()
     lane, warp = Int32(thread) % LANES, Int32(thread) // LANES
     own = Int32(block) + Int32(walkers) * warp
     if cutlass.const_expr(form.decoded):
-        own = Int32(block) * WARPS + warp
+        own = Int32(block) * warps + warp
     above = Int64(group) * Int64(columns)  # sums of the groups before
     rAhead = cute.make_rmem_tensor(cute.make_layout((WORDS, together, most_ahead)), Uint32)
     for ahead in cutlass.range_constexpr(most_ahead):
         load_step(rAhead, weight, (own, above), (columns, vectors), (ahead * LANES + lane, ahead))
-    follow()
+    if cutlass.const_expr(form.late):
+        wait_for_front()
+    else:
+        follow()
 
     allocator = cutlass.memory.SmemAllocator()
     held = facts.inner_held(form.rows) // VECTOR
     layout = cute.make_layout((WORDS, held, form.rows), stride=(1, WORDS, WORDS * held))
     sVectors = allocator.allocate_tensor(Uint32, layout, 16)
-    for row in cutlass.range_constexpr(form.rows):
-        for place in cutlass.range(Int32(thread), steps * LANES, WARPS * LANES, unroll=1):
+    if cutlass.const_expr(form.walk.copied > 1):
+        copy_row(activations, sVectors, (Int32(thread), Int64(group)), (vectors, steps), form)
+    for row in cutlass.range_constexpr(form.rows if form.walk.copied == 1 else 0):
+        for place in cutlass.range(Int32(thread), steps * LANES, warps * LANES, unroll=1):
             rVector = cute.make_rmem_tensor(WORDS, Uint32)
             rVector.fill(0)
             if (place < vectors) & (row < rows):
@@ -140,7 +149,7 @@ def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be 
         sSums = allocator.allocate_tensor(Float32, of_round, 16)
         decoding = decoding_of(Float32(coding[0][0]))
     turn = Int32(0)
-    bundles, stride = (columns + (together - 1)) // together, Int32(walkers) * WARPS
+    bundles, stride = (columns + (together - 1)) // together, Int32(walkers) * warps
     for bundle in cutlass.range(own, bundles, stride, unroll=1):
         rSums = cute.make_rmem_tensor(cute.make_layout((together, form.rows)), Float32)
         rSums.fill(0.0)
@@ -152,7 +161,8 @@ def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be 
                 # Taken before the registers are refilled.
                 weights = words_of_bundle(rAhead, ahead, together)
                 later = (base + ahead) * LANES + lane
-                load_step(rAhead, weight, (taken, above), (columns, vectors), (later, ahead))
+                if cutlass.const_expr(not form.walk.once):
+                    load_step(rAhead, weight, (taken, above), (columns, vectors), (later, ahead))
                 add_step(rSums, weights, sVectors, (step + ahead) * LANES + lane, form.rows)
         mine = lanes_own(rSums, lane, form)
         column, row = bundle * together + lane % together, lane // together
@@ -168,6 +178,33 @@ def gemv_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be 
             place = (Int64(group) * Int64(columns) + Int64(first), of_row, rows)
             decode_round(sSums, coding[1], (Int32(thread), turn, place), decoding, form)
             turn = 1 - turn
+    if cutlass.const_expr(form.late):
+        let_follow()
+
+
+@cute.jit
+def copy_row(
+    activations: Any,
+    sVectors: Any,
+    place: tuple[Any, Any],
+    extents: tuple[Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Copy the only row of activations to shared memory, several vectors of a thread at once."""
+    (thread, group), (vectors, steps) = place, extents
+    count, threads = form.walk.copied, form.walk.warps * LANES
+    for first in cutlass.range(thread, steps * LANES, count * threads, unroll=1):
+        rVectors = cute.make_rmem_tensor(cute.make_layout((WORDS, count)), Uint32)
+        rVectors.fill(0)
+        for each in cutlass.range_constexpr(count):
+            at = first + each * threads
+            if at < vectors:
+                start = group * Int64(vectors) + Int64(at)
+                cute.autovec_copy(activations[None, start], rVectors[None, each])
+        for each in cutlass.range_constexpr(count):
+            at = first + each * threads
+            if at < steps * LANES:
+                cute.autovec_copy(rVectors[None, each], sVectors[None, at, 0])
 
 
 @cute.jit
@@ -270,8 +307,10 @@ def launch_gemv(
     )
     gemv_kernel(tensors, (rows, columns, vectors, steps, positions), form).launch(
         grid=[walkers, groups, 1],
-        block=[WARPS * LANES, 1, 1],
-        min_blocks_per_mp=1,  # Trap: without it ptxas spills to fit two blocks where rows are few
+        block=[form.walk.warps * LANES, 1, 1],
+        # Trap: without it ptxas spills to fit two blocks where rows are few.
+        min_blocks_per_mp=form.walk.blocks,
+        preferred_smem_carveout=DRIVERS_CHOICE if form.walk.blocks > 1 else None,
         use_pdl=EARLY,
         stream=stream,
     )

@@ -246,7 +246,8 @@ class GemvCase:
         """One line that finds the case again."""
         p = self.problem
         extents = f"{p.rows}x{p.columns}x{p.inner}{f'x{p.groups}' if p.groups > 1 else ''}"
-        return f"gemv {extents} {p.out} {self.spread} seed={self.seed}"
+        spared = f" less {p.spared}" if p.spared else ""
+        return f"gemv {extents} {p.out} {self.spread} seed={self.seed}{spared}"
 
     @cached_property
     def operands(self) -> tuple[Tensor, Tensor]:
@@ -326,6 +327,18 @@ def gemv_cases() -> list[GemvCase]:
     ]
     cases += [GemvCase(GemvProblem(m, 5000, 4096), "rows", m) for m in range(1, 9)]
     cases.append(GemvCase(GemvProblem(8, 3000, 14_336), "rows"))
+    walked = (
+        (1, 7168, 0),
+        (258, 7168, 0),
+        (255, 4096, 0),
+        (2047, 4096, 0),
+        (1536, 7168, 0),
+        (8192, 1536, 0),
+        (2049, 1536, 24),
+    )
+    cases += [
+        GemvCase(GemvProblem(1, n, k, "bf16", spared=spared), "rows") for n, k, spared in walked
+    ]
     of_groups = ((1, 1024, 4096, 8), (4, 512, 128, 128), (3, 77, 264, 5), (2, 1, 8, 300))
     cases += [GemvCase(GemvProblem(m, n, k, "bf16", g), "rows") for m, n, k, g in of_groups]
     return cases

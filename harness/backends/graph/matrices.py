@@ -218,14 +218,14 @@ def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, *, few: bool) -> T
     return kernels.run("sm90_gemm_grouped", grouped, a=x_MK, b=weight_NK)[0]
 
 
-def by_gemv(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, out: str) -> Tensor:
+def by_gemv(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor, out: str, spared: int = 0) -> Tensor:
     """Multiply BF16 rows by a BF16 weight, few rows a launch."""
     columns, inner = weight_NK.shape
     most = max(each for each in ROWS if inner <= inner_held(each))
     tensors = [
         kernels.run(
-            "simt_gemv_bf16", GemvProblem(len(some), columns, inner, out), x=own(some),
-            weight=weight_NK,
+            "simt_gemv_bf16", GemvProblem(len(some), columns, inner, out, spared=spared),
+            x=own(some), weight=weight_NK,
         )[0]
         for some in x_MK.split(most)
     ]  # fmt: skip

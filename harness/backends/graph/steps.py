@@ -367,12 +367,17 @@ class DecoderSteps(ABC):
         """Return the scale of the rows that a matrix multiplies decoded; None where it does not."""
         return matrix.input_scale if self.few and matrix.factor is not None else None
 
-    def multiply(self, matrix: Matrix, x: Tensor, decoded: Tensor | None = None) -> Tensor:
-        """Multiply rows by a matrix, NVFP4 as the graph was built to; they may be decoded."""
+    def multiply(
+        self, matrix: Matrix, x: Tensor, decoded: Tensor | None = None, *, spared: int = 0
+    ) -> Tensor:
+        """Multiply rows by a matrix, NVFP4 as the graph was built to; they may be decoded.
+
+        The GEMV leaves `spared` multiprocessors to other branches.
+        """
         if decoded is not None:
             return few_rows_product(self.kernels, matrix, decoded, self.few)
         if matrix.kernel.kernel == BF16 and self.takes_gemv(x.shape[1]):
-            return by_gemv(self.kernels, matrix.operands["b"], x, "bf16")
+            return by_gemv(self.kernels, matrix.operands["b"], x, "bf16", spared)
         return multiply(self.kernels, matrix, x, self.few)
 
     def takes_gemv(self, inner: int) -> bool:

@@ -148,14 +148,17 @@ def _few_rows_code(target: str) -> Iterator[MachineCode]:
         for rows, out in product(gemv_problem.ROWS, gemv_problem.OUTPUTS)
         for walk in (gemv_problem.OF_ONE_ROW if rows == 1 else gemv_problem.OF_SEVERAL)
     ]
+    forms += [replace(form, late=True) for form in forms if form.rows == 1]
     for form in forms:
         rows, walk = form.rows, form.walk
         fused = walk.ahead * gemv_problem.VECTOR * walk.together * rows
         # 16 bytes a lane: a row of activations each to hold them, weights in front and in the walk.
-        loads = rows + 2 * walk.ahead * walk.together
+        turns = 1 if walk.once else 2
+        loads = rows * walk.copied + turns * walk.ahead * walk.together
         slow = (rows, form.out, walk.together) != (8, "fp32", 4)
+        threads = walk.blocks * walk.warps * gemv_problem.LANES  # of a processor
         yield MachineCode(
-            "simt_gemv_bf16", form, 128, fused=fused,  # 512 threads
+            "simt_gemv_bf16", form, 65_536 // threads, fused=fused,
             counts={"ld.global.v4": loads}, more=_weights_alone_before_the_wait, reads_early=True,
             slow=slow,
         )  # fmt: skip
@@ -170,6 +173,10 @@ def _weights_alone_before_the_wait(kernel: CompiledKernel, form: GemvForm) -> No
     assert "ld.global.nc" not in text
     for access in ("st.global", "cp.async"):
         assert access not in before, access
+    # A late one lets the next launch be set up behind its last store.
+    follows = text.index("griddepcontrol.launch_dependents")
+    assert (follows > text.rindex("st.global")) == form.late
+    assert (follows < len(before)) == (not form.late)
 
 
 def _few_rows_joined_code(target: str) -> Iterator[MachineCode]:

@@ -394,19 +394,47 @@ def test_grouped_fp8_problem_refuses_by_name() -> None:
 
 
 def test_every_row_of_the_weight_has_one_warp() -> None:
-    for columns, of in ((1, 1), (5, 1), (4099, 1), (129_280, 1), (1024, 8), (512, 128), (3, 500)):
-        problem = GemvProblem(1, columns, 64, groups=of)
+    shapes = ((1, 1), (5, 1), (4099, 1), (129_280, 1), (1024, 8), (512, 128), (3, 500))
+    problems = [GemvProblem(1, columns, 64, groups=of) for columns, of in shapes]
+    problems += [GemvProblem(1, columns, 4096) for columns in (1, 64, 256, 513, 2047)]
+    # V3.2's, of which the query's leaves multiprocessors to other branches.
+    problems += [GemvProblem(1, columns, 7168) for columns in (1, 64, 128, 256, 576, 1536, 2047)]
+    problems += [GemvProblem(1, columns, 1536, spared=24) for columns in (8192, 24_576)]
+    for problem in problems:
         walk = choose_gemv_form(problem, "sm_90a").walk
-        (walkers, groups), bundles = grid(problem, walk, 132), -(-columns // walk.together)
+        (walkers, groups), bundles = grid(problem, walk, 132), -(-problem.columns // walk.together)
         visited = [
             bundle
             for block in range(walkers)
-            for warp in range(gemv_problem.WARPS)
-            for bundle in range(block + walkers * warp, bundles, walkers * gemv_problem.WARPS)
+            for warp in range(walk.warps)
+            for bundle in range(block + walkers * warp, bundles, walkers * walk.warps)
         ]
         assert sorted(visited) == list(range(bundles))
-        assert groups == of
-        assert walkers * groups <= 132 or walkers == 1
+        assert groups == problem.groups
+        places = (132 - problem.spared) * walk.blocks
+        assert walkers * groups <= places or walkers == 1 or walk.once
+
+
+def test_walks_of_whole_turns_serve_plain_products_alone() -> None:
+    def walk(columns: int, inner: int, **more: Any) -> gemv_problem.GemvWalk:
+        return choose_gemv_form(GemvProblem(1, columns, inner, "bf16", **more), "sm_90a").walk
+
+    assert walk(256, 7168).exact
+    assert walk(256, 4096).once
+    assert not walk(256, 7168).once
+    assert walk(8192, 1536).exact
+    assert not walk(256, 7176).exact
+    assert not walk(8192, 2048).exact
+    for more in ({"turned": 512, "positions": 9}, {"decoded": True}):
+        assert not walk(256, 7168, **more).exact
+        assert not walk(8192, 1536, **more).exact
+    assert not choose_gemv_form(GemvProblem(2, 256, 7168), "sm_90a").walk.exact
+
+
+def test_a_product_that_spares_multiprocessors_lets_the_next_launch_follow_late() -> None:
+    for spared in (0, 24):
+        form = choose_gemv_form(GemvProblem(1, 24_576, 1536, spared=spared), "sm_90a")
+        assert form.late == (spared > 0)
 
 
 WALKS = gemv_problem.OF_ONE_ROW + gemv_problem.OF_SEVERAL
@@ -419,8 +447,9 @@ def test_what_is_held_fits_and_covers_every_step() -> None:
         assert 2 * rows * held <= room
         widest = GemvProblem(rows, 1, held)
         for walk in WALKS:
-            assert held % (walk.ahead * gemv_problem.STEP) == 0
-            assert steps(widest, walk) * gemv_problem.STEP <= held
+            if not walk.exact:
+                assert held % (walk.ahead * gemv_problem.STEP) == 0
+                assert steps(widest, walk) * gemv_problem.STEP <= held
         assert held >= 14_336
     for walk in WALKS:
         assert steps(GemvProblem(1, 1, 8), walk) == walk.ahead

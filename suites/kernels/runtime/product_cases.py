@@ -104,6 +104,10 @@ def _few_rows_cases() -> Iterator[LaunchCase]:
         yield LaunchCase("simt_gemv_bf16", problem, given, target)
         more = {"out": Given(FP32 if out == "fp32" else BF16, (rows, 263))}
         yield LaunchCase("simt_gemv_bf16", problem, given | more, target)
+    for columns, inner, spared in ((256, 7168, 0), (4096, 1536, 24)):
+        problem = GemvProblem(1, columns, inner, "bf16", spared=spared)
+        given = {"x": Given(BF16, (1, inner)), "weight": Given(BF16, (columns, inner))}
+        yield LaunchCase("simt_gemv_bf16", problem, given)
     for rows, target in ((1, "sm_90a"), (3, "sm_100a")):
         turning = {"turns": Given(FP32, (9, 64)), "positions": Given(INT64, (rows,))}
         of_groups = {"x": Given(BF16, (rows, 4096)), "weight": Given(BF16, (256, 1024))}
