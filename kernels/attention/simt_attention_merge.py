@@ -104,25 +104,35 @@ def added_splits(total: Any, sums: Any, some: list[ReadSplit]) -> Any:
     return total
 
 
-@cute.kernel
-def merge_kernel(
-    addresses: MergeAddresses, extents: tuple[Any, ...], form: cutlass.Constexpr
-) -> None:
-    """Merge one head of one token per thread block."""
-    thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
-    heads, splits = extents
-    token, head = block // heads, block % heads
+def places_of(
+    addresses: MergeAddresses, extents: tuple[Any, Any], place: tuple[Any, Any, Any]
+) -> tuple[Any, Any]:
+    """Return the addresses of a lane's peak and total, and of a thread's sums of the first split.
+
+    Each lane reads the peak and the total of one split, so every warp has all of them at once.
+    """
+    (heads, splits), (token, head, thread) = extents, place
     first = Int64(token) * Int64(splits) * Int64(heads) + Int64(head)
-    # Each lane reads the peak and the total of one split, so every warp has all of them at once.
     own = ops.minimum(thread % rows.LANES, splits - 1)
     stats_at = addresses.stats + (first + Int64(own) * Int64(heads)) * 8
-    start = addresses.sums + (first * rows.WIDTH + Int64(thread) * VALUES) * 4
-    follow()
+    return stats_at, addresses.sums + (first * rows.WIDTH + Int64(thread) * VALUES) * 4
+
+
+def merged(
+    places: tuple[Any, Any],
+    extents: tuple[Any, Any],
+    sinks: tuple[Any, Any],
+    form: Any,
+) -> tuple[list[Any], Any, Any]:
+    """Return a thread's four values of a head as two words, the total, and the largest peak.
+
+    Sinks are the address of all heads', and the head.
+    """
+    (_, splits), (stats_at, start) = extents, places
     peak, of_split = ptx.single_at(stats_at), ptx.single_at(stats_at + 4)
     # Asked for before anything is known of the splits: one wait for both.
     asked = [words_of(Int32(i), extents, start) for i in range(form.at_once)]
-    sink = sink_of(addresses.sink, head, form.sinks)
+    sink = sink_of(*sinks, form.sinks)
     # Lanes without a split repeat the last one's peak.
     largest = peak
     for distance in (1, 2, 4, 8, 16):
@@ -138,6 +148,21 @@ def merge_kernel(
         ptx.pair_rounded(*(ops.multiply_rn(sums[i + j], inverse) for j in range(2)))
         for i in range(0, VALUES, 2)
     ]
+    return words, total, largest
+
+
+@cute.kernel
+def merge_kernel(
+    addresses: MergeAddresses, extents: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
+    """Merge one head of one token per thread block."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    heads, _ = extents
+    token, head = block // heads, block % heads
+    places = places_of(addresses, extents, (token, head, thread))
+    follow()
+    words, total, largest = merged(places, extents, (addresses.sink, head), form)
     number = Int64(token) * Int64(heads) + Int64(head)
     ptx.store_8(addresses.out + (number * rows.WIDTH + Int64(thread) * VALUES) * 2, words)
     if thread == 0:

@@ -50,6 +50,7 @@ from degarble.kernels.runtime.kernel import (
     Operands,
     Presence,
     Storage,
+    nothing_more,
 )
 from degarble.kernels.runtime.targets import SM90A
 
@@ -254,4 +255,5 @@ KERNEL = Kernel[AttentionProblem, AttentionForm](
     before=_ready,
     after=_merged,
 )
+SPLITS = replace(KERNEL, after=nothing_more)  # leaves splits that are to be merged apart
 compile_form = KERNEL.compile_form

@@ -23,6 +23,7 @@ _ROOMS = {
         "sm100_sparse_attention",
         "sm90_attention_kernel",
         "sm90_attention_turns",
+        "sm90_latent_heads",
         "sm90_sparse_attention",
     ),
     "cache": (

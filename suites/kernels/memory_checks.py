@@ -51,7 +51,7 @@ from degarble.suites.kernels import (
     mhc_checks,
     row_checks,
 )
-from degarble.suites.kernels.attention import attention_checks
+from degarble.suites.kernels.attention import attention_checks, heads_checks
 from degarble.suites.kernels.cache import compressor_checks, paged_pool_checks
 from degarble.suites.kernels.gemm import grouped_checks, grouped_fp8_checks, w4a16_checks
 from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
@@ -350,6 +350,13 @@ def _sums() -> None:
     _latent_queries(5)
 
 
+def _heads() -> None:
+    for kind in heads_checks.KINDS:
+        heads_checks.launched(next(case for case in heads_checks.cases() if case.kind == kind))
+    for case in heads_checks.fuzzed(SEED, 10):
+        heads_checks.launched(case)
+
+
 def _quantised() -> None:
     for case in quantise_checks.fuzzed(SEED, 10):
         quantise_checks.on_device(case)
@@ -416,6 +423,7 @@ GROUPS = {
     ),
     "attention of few heads": Group(_few_heads, ("sm90_attention_turns", "simt_attention_merge")),
     "attention of prompts": Group(_blocks_that_stay, ()),
+    "heads": Group(_heads, (heads_checks.KERNEL,)),
     "scores": Group(_scores, ("sm90_indexer_scores",)),
     "indexer rows": Group(_operands, ("simt_indexer_operand",)),
     "choices": Group(_choices, ("simt_indexer_topk", "simt_router")),

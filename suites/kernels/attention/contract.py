@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.kernels.attention import heads_problem
 from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention.heads_problem import HeadsForm, HeadsProblem
 from degarble.kernels.attention.problem import AttentionForm, MergeForm, QueryForm, QueryProblem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.attention import attention_checks as checks
+from degarble.suites.kernels.attention import heads_checks
 from degarble.suites.kernels.contract import (
     BLACKWELL,
     HOPPER,
@@ -135,6 +138,41 @@ def _replay_queries() -> Replay:
     )  # fmt: skip
 
 
+# ---- products of few rows of heads ---------------------------------------------------------------
+
+
+def _heads_forms() -> list[HeadsForm]:
+    keys = HeadsProblem(1, 128, *heads_checks.KEYS, 9)
+    values = HeadsProblem(1, 128, *heads_checks.VALUES)
+    several = [replace(values, splits=each) for each in facts.MERGED_AT_ONCE]
+    decoded = [replace(each, decoded=True) for each in (values, *several)]
+    problems = (keys, values, *several, *decoded)
+    return [heads_problem.choose_form(problem, "sm_90a") for problem in problems]
+
+
+def _loads_its_matrix_early(kernel: CompiledKernel, form: HeadsForm) -> None:
+    """Boxes of the matrix are asked for before the wait, a head's values or splits behind it."""
+    before, behind = kernel.ptx.split("griddepcontrol.wait")
+    copies = "cp.async.bulk.tensor"
+    assert before.count(copies) == form.steps
+    assert behind.count(copies) == (0 if form.at_once else form.steps)
+    # The scale of what is quantised, or the turn of a guessed position: nothing writes them.
+    assert before.count("ld.global") == (2 if form.turned else int(form.decoded))
+    assert "st.global" not in before
+    tiles = form.span // heads_problem.TILE
+    assert _products_of(kernel) == ["m64n8k16"] * (form.steps * 4 * tiles)
+
+
+def _replay_heads(case: heads_checks.Case) -> Replay:
+    kernel, given = kernels_of(heads_checks.KERNEL).KERNEL, case.operands()
+    out, other = kernel.run_one(case.problem, SETTINGS, **given), replace(case, seed=4)
+    changed = other.operands()
+    return Replay(
+        lambda: kernel.run(case.problem, SETTINGS, **given, out=out), list(given.values()), out,
+        [Round(list(changed.values()), partial(heads_checks.apart, other, changed))],
+    )  # fmt: skip
+
+
 # ---- sparse attention ----------------------------------------------------------------------------
 
 
@@ -181,6 +219,14 @@ CODE = [
             more=_guesses_its_turn,
         )
         for target in TARGETS
+    ),
+    *(
+        # Three thread blocks of 128 threads share a processor.
+        MachineCode(
+            heads_checks.KERNEL, form, 168, reads_early=True, more=_loads_its_matrix_early,
+            slow=form.at_once not in {0, 16},
+        )
+        for form in _heads_forms()
     ),
     *(MachineCode("simt_attention_merge", MergeForm(target)) for target in TARGETS),
     MachineCode("simt_attention_merge", MergeForm("sm_90a", at_once=max(facts.MERGED_AT_ONCE))),
@@ -297,6 +343,10 @@ JUDGED = [
         "simt_latent_query", query_cases(), query_mismatch, fuzzed_queries, 0, 0, launched_query
     ),
     Judged(
+        heads_checks.KERNEL, heads_checks.cases(), heads_checks.mismatch, heads_checks.fuzzed, 4,
+        50, heads_checks.launched, devices=HOPPER,
+    ),
+    Judged(
         "sm90_sparse_attention", checks.cases(), checks.mismatch, checks.fuzzed, 10, 50,
         devices=HOPPER,
     ),
@@ -335,6 +385,13 @@ def _replay_attention(case: checks.Case) -> Replay:
 
 REPLAYS = [
     ReplayCase("simt_latent_query", _replay_queries),
+    *(
+        ReplayCase(f"{heads_checks.KERNEL}-{case.kind}", partial(_replay_heads, case), HOPPER)
+        for case in (
+            heads_checks.Case("keys", 2, 16, heads_checks.KEYS),
+            heads_checks.Case("merged and decoded", 1, 16, heads_checks.VALUES, 16),
+        )
+    ),
     *(
         ReplayCase(f"sm90_sparse_attention-{name}-{mode}", partial(_replay_attention, case), HOPPER)
         for name, like in (

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 from degarble.harness.base.errors import DegarbleError
+from degarble.kernels.attention.heads_problem import HeadsProblem
 from degarble.kernels.attention.problem import (
     EXPERIMENT,
     AttentionProblem,
@@ -342,6 +343,9 @@ def _attention_cases() -> Iterator[LaunchCase]:
             "sums": Given(FP32, (3, 9, 64, 512)), "stats": Given(FP32, (3, 9, 64, 2)),
         }  # fmt: skip
         yield LaunchCase(name, split, _attention_operands(split) | out, target)
+    apart = replace(v32, splits=11)
+    splits = {"sums": Given(FP32, (2, 11, 128, 512)), "stats": Given(FP32, (2, 11, 128, 2))}
+    yield LaunchCase("sm90_sparse_attention.SPLITS", apart, _attention_operands(apart) | splits)
     merged = MergeProblem(3, 64, 9)
     given = {name: out[name] for name in ("sums", "stats")}
     yield LaunchCase("simt_attention_merge", replace(merged, sinks=False), given)
@@ -372,6 +376,25 @@ def _query_cases() -> Iterator[LaunchCase]:
         yield LaunchCase(
             "simt_latent_query", problem, given | {"out": Given(BF16, (*rows, 576))}, target
         )
+
+
+def _heads_cases() -> Iterator[LaunchCase]:
+    name, scale = "sm90_latent_heads", {"decode_scale": Given(FP32, (1,))}
+    keys = HeadsProblem(2, 3, 512, 128, 192, 9)
+    given = {
+        "x": Given(BF16, (2, 3, 192)), "weight": Given(BF16, (3 * 512, 128)),
+        "turns": Given(FP32, (9, 64)), "positions": Given(INT64, (2,)),
+    }  # fmt: skip
+    yield LaunchCase(name, keys, given)
+    yield LaunchCase(name, keys, given | {"out": Given(BF16, (2, 3, 576))})
+    values, weight = HeadsProblem(4, 3, 128, 512, 512), {"weight": Given(BF16, (3 * 128, 512))}
+    heads = {"x": Given(BF16, (4, 3, 512))} | weight
+    yield LaunchCase(name, values, heads)
+    yield LaunchCase(name, replace(values, decoded=True), heads | scale)
+    splits = {"sums": Given(FP32, (4, 7, 3, 512)), "stats": Given(FP32, (4, 7, 3, 2))} | weight
+    yield LaunchCase(name, replace(values, splits=7), splits)
+    merged = replace(values, splits=7, decoded=True)
+    yield LaunchCase(name, merged, splits | scale | {"out": Given(BF16, (4, 3, 128))})
 
 
 def _indexer_cases() -> Iterator[LaunchCase]:
@@ -448,13 +471,15 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "sm100_indexer_scores": _by_name,
     "sm100_sparse_attention": _by_name,
     "sm90_indexer_scores": _by_name,
+    "sm90_latent_heads": _by_name,
     "sm90_sparse_attention": _by_name,
+    "sm90_sparse_attention.SPLITS": lambda m, p, t: tuple(m.SPLITS.run(p, SETTINGS, **t).values()),
     **product_cases.PUBLIC,
 }
 CASES = (
     *_norm_cases(), *_row_cases(), *_router_cases(), *_mhc_cases(), *_few_mhc_cases(),
     *_quantise_cases(), *_cache_cases(), *_pool_cases(), *_attention_cases(), *_query_cases(),
-    *_indexer_cases(), *product_cases.CASES,
+    *_heads_cases(), *_indexer_cases(), *product_cases.CASES,
 )  # fmt: skip
 
 

@@ -71,6 +71,7 @@ DESCRIBED = (
     "sm90_gemm_w4a16",
     "sm90_gemm_w4a16_wgmma",
     "sm90_indexer_scores",
+    "sm90_latent_heads",
     "sm90_moe_by_row.FC1",
     "sm90_moe_by_row.FC2",
     "sm90_moe_by_row.GATED",
@@ -82,6 +83,7 @@ DESCRIBED = (
     "sm90_moe_nvfp4.FC1",
     "sm90_moe_nvfp4.FC2",
     "sm90_sparse_attention",
+    "sm90_sparse_attention.SPLITS",
 )
 SEQUENCES = (
     "sm100_moe_nvfp4", "sm100_shared_expert", "sm90_moe_by_row", "sm90_moe_decoded",
