@@ -28,6 +28,8 @@ from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
+from degarble.kernels.attention.problem import QueryProblem, choose_splits
+from degarble.kernels.gemm.grouped_problem import GroupedProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.moe.problem import CombineProblem
 from degarble.kernels.primitives.kv_problem import WIDTH
@@ -88,6 +90,42 @@ def _gemv(p: Any, t: Given) -> Made:
     out = torch.cat([x @ weight.T for x, weight in pairs], 1)
     out = out.to(BF16 if p.out == "bf16" else F32)
     return (out, _decoded_rows(out, t["decode_scale"])) if p.decoded else (out,)
+
+
+def _heads(p: Any, t: Given) -> Made:
+    heads = _merged(p, t) if p.splits else t["x"]
+    require_tensor("heads", heads, BF16, (p.tokens, p.heads, p.width), 16)
+    plain = heads[..., : p.inner].flatten(1).contiguous()
+    of = GroupedProblem(p.tokens, p.heads, p.columns, p.inner)
+    (sums,) = layer.grouped(of, {"a": plain, "b": t["weight"]})
+    if p.positions:
+        query = QueryProblem(p.tokens, p.heads, p.width, p.positions)
+        latent = sums.reshape(p.tokens, p.heads, p.columns)
+        given = {name: t[name] for name in ("turns", "positions")}
+        return layer.latent_query(query, {"latent": latent, "heads": t["x"], **given})
+    out = _decoded_rows(sums, t["decode_scale"]) if p.decoded else sums
+    return (out.reshape(p.tokens, p.heads, p.columns),)
+
+
+def _splits(p: Any, t: Given) -> Made:
+    """Leave all keys in the first split: others have none, and sums that nobody wrote."""
+    sums, stats = t["sums"], t["stats"]
+    require_tensor("sums", sums, F32, (p.tokens, choose_splits(p), p.heads, WIDTH), 16)
+    require_tensor("peaks", stats, F32, (p.tokens, choose_splits(p), p.heads, 2), 16)
+    given = {name: tensor for name, tensor in t.items() if name not in {"sums", "stats"}}
+    made = attention.attention(p, given)
+    sums.fill_(torch.nan)[:, 0] = made[0].float()
+    stats[:] = torch.tensor([-torch.inf, 0.0])
+    stats[:, 0] = torch.tensor([0.0, 1.0])
+    return made
+
+
+def _merged(p: Any, t: Given) -> torch.Tensor:
+    """Merge splits of which each has all of a head's keys or none."""
+    require_tensor("sums", t["sums"], F32, (p.tokens, p.splits, p.heads, p.width), 16)
+    require_tensor("peaks", t["stats"], F32, (p.tokens, p.splits, p.heads, 2), 16)
+    own = t["stats"][..., 1:] != 0
+    return torch.where(own, t["sums"], 0.0).sum(1).to(BF16)
 
 
 def _gemm_bf16(p: Any, t: Given) -> Made:
@@ -413,6 +451,8 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     FC2: moe.second,
     SUM: moe.combine,
     "simt_slots": attention.slots,
+    "sm90_sparse_attention.SPLITS": _splits,
+    "sm90_latent_heads": _heads,
     "sm90_gemm_grouped": layer.grouped,
     "sm90_gemm_grouped_fp8": _grouped_fp8,
     "sm90_moe_nvfp4": layer.experts,

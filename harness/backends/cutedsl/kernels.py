@@ -279,12 +279,18 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
     "sm90_sparse_attention": lambda p, _: (
         f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
     ),
+    "sm90_sparse_attention.SPLITS": lambda p, _: (
+        f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits, not merged"
+    ),
     "simt_slots": lambda p, _: str(p.kind),
     "sm90_gemm_grouped": lambda p, _: (
         f"{p.groups} groups{', turned back' if p.turned else ''}, {p.out}"
     ),
     "sm90_gemm_grouped_fp8": lambda p, _: (
         f"{p.groups} groups{', turned back' if p.turned else ''}, {p.scales}"
+    ),
+    "sm90_latent_heads": lambda p, _: (
+        f"{p.heads} heads{', turned' if p.positions else ''}{', decoded' if p.decoded else ''}"
     ),
     ORDER: lambda p, _: f"order of rows, tiles of {p.tactic.rows}",
     GATHER: lambda p, _: f"rows quantised, tiles of {p.tactic.rows}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,15 @@ from degarble.harness.backends.graph.steps import (
     widened,
 )
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
-from degarble.kernels.attention.problem import AttentionProblem, KeyList, QueryProblem
+from degarble.kernels.attention import heads_problem
+from degarble.kernels.attention.heads_problem import HeadsProblem
+from degarble.kernels.attention.problem import (
+    AttentionProblem,
+    KeyList,
+    QueryProblem,
+    choose_splits,
+    merges_apart,
+)
 from degarble.kernels.cache.problem import CHOSEN, ENTRIES, WINDOW, PoolProblem
 from degarble.kernels.gemm.gemv_problem import inner_held
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
@@ -510,6 +518,9 @@ class V4Steps(DecoderSteps):
 # Shape letters: B rows (tokens), D hidden, H heads, N indexer heads, K chosen tokens.
 
 EVERY = 1  # tokens that become one entry
+# Multiprocessors that one token's query leaves to the choice of keys beside it. Measured:
+# docs/design-notes/decoder_layer.md.
+SPARED = 32
 
 
 class V32Steps(DecoderSteps):
@@ -588,30 +599,62 @@ class V32Steps(DecoderSteps):
         with self.aside(KEYS):
             of_heads = self._write_key(w.indexer, memory, own, x)
         qr = self.normed(w.q_norm, self.multiply(w.wq_a, x), self._latent_epsilon)
+        # In front of the query's own product, whose thread blocks would keep it waiting.
+        product = self.multiply(w.indexer.wq_b, qr) if self.by_row else None
         with self.aside(CHOICE):
-            chosen = self._chosen(w.indexer, memory, of_heads, qr)
+            chosen = self._chosen(w.indexer, memory, of_heads, (qr, product))
             slots = self.slots(CHOSEN, chosen.shape[1], EVERY, chosen)[0]
-        heads = self.multiply(w.wq_b, qr).reshape(len(x), c.num_attention_heads, -1)
-        q = self._query(w, heads, table)
+        heads = self.multiply(w.wq_b, qr, spared=SPARED if self.rows == 1 else 0)
+        q = self._query(w, heads.reshape(len(x), c.num_attention_heads, -1), table)
         self.meet()
-        keys = KeyList(chosen.shape[1], self.room.pages(EVERY, WITH_KEY))
-        count = c.num_attention_heads
+        return self._attended(w, q, {"window_slots": slots, "window_cache": memory.rows})
+
+    def _attended(self, w: LatentWeights, q: Tensor, listed: dict[str, Tensor]) -> Tensor:
+        """Attend to listed keys, multiply heads by their value matrices, and all of them by wo."""
+        tokens, count, columns = len(q), q.shape[1], len(w.value) // q.shape[1]
+        keys = KeyList(listed["window_slots"].shape[1], self.room.pages(EVERY, WITH_KEY))
         # A piece of a prompt as well: prefill sums in another order, and a token of a piece has to
         # have the bits that it has in a step of its own.
+        splits = self.splits(count, keys)
         problem = AttentionProblem(
-            len(x), count, keys, mode="decode", splits=self.splits(count, keys), scale=self._scale
+            tokens, count, keys, mode="decode", splits=splits, scale=self._scale
         )
-        out = self.kernels.run(
-            "sm90_sparse_attention", problem, q=q, sink=None,
-            window_slots=slots, window_cache=memory.rows,
-        )[0]  # fmt: skip
-        return self.multiply(w.wo, by_head(self.kernels, out, w.value))
+        given = {"q": q, "sink": None} | listed
+        alone = w.value.shape[1] == WIDTH
+        if not (self.by_row and alone and heads_problem.serves(columns, WIDTH)):
+            out = self.kernels.run("sm90_sparse_attention", problem, **given)[0]
+            return self.multiply(w.wo, by_head(self.kernels, out, w.value))
+        scale = self.scale_decoded(w.wo)
+        values = HeadsProblem(tokens, count, columns, WIDTH, WIDTH, decoded=scale is not None)
+        if merges_apart(problem):
+            splits = choose_splits(problem)
+            parts = {
+                name: q.new_empty(tokens, splits, count, each, dtype=torch.float32)
+                for name, each in (("sums", WIDTH), ("stats", 2))
+            }
+            self.kernels.run("sm90_sparse_attention.SPLITS", problem, **given, **parts)
+            values = replace(values, splits=splits)
+        else:
+            parts = {"x": self.kernels.run("sm90_sparse_attention", problem, **given)[0]}
+        made = self.kernels.run(
+            "sm90_latent_heads", values, **parts, weight=w.value, decode_scale=scale
+        )[0].flatten(1)
+        return self.multiply(w.wo, made, made if scale is not None else None)
 
     def _query(self, w: LatentWeights, heads: Tensor, table: Tensor) -> Tensor:
         """Multiply heads by their key matrices, and append their rotated parts: [B, H, 576]."""
         rows, count, width = heads.shape
-        plain = heads[..., : width - ROTATED].contiguous()
-        latent = by_head(self.kernels, plain, w.key).reshape(rows, count, WIDTH)
+        plain = width - ROTATED
+        # Trap: a matrix may be several BF16 ones side by side, which only `by_head` adds up.
+        alone = w.key.shape[1] == plain and width % heads_problem.STEP == 0
+        if self.by_row and alone and heads_problem.serves(WIDTH, plain):
+            keys = HeadsProblem(rows, count, WIDTH, plain, width, len(table))
+            return self.kernels.run(
+                "sm90_latent_heads", keys, x=heads, weight=w.key, turns=table,
+                positions=self.lanes.positions,
+            )[0]  # fmt: skip
+        values = heads[..., :plain].contiguous()
+        latent = by_head(self.kernels, values, w.key).reshape(rows, count, WIDTH)
         problem = QueryProblem(rows, count, width, len(table))
         return self.kernels.run(
             "simt_latent_query", problem, latent=latent, heads=heads, turns=table,
@@ -644,12 +687,19 @@ class V32Steps(DecoderSteps):
         of_heads = self.widely(w.weights, x)
         return self.scaled(of_heads, w.factor, of_heads.dtype)
 
-    def _chosen(self, w: KeyIndexing, memory: LatentMemory, of_heads: Tensor, qr: Tensor) -> Tensor:
+    def _chosen(
+        self,
+        w: KeyIndexing,
+        memory: LatentMemory,
+        of_heads: Tensor,
+        given: tuple[Tensor, Tensor | None],
+    ) -> Tensor:
         """Return the indices of the chosen tokens int32 [B, K], ascending, padded with -1."""
         run, positions = self.kernels.run, self.lanes.positions
         keys = self.room.pages(EVERY, KEY_WIDTH, "bf16")
-        heads = self.config.index_n_heads
-        q = self.multiply(w.wq_b, qr).reshape(len(qr), heads, KEY_WIDTH)
+        heads, (qr, product) = self.config.index_n_heads, given
+        product = self.multiply(w.wq_b, qr) if product is None else product
+        q = product.reshape(len(qr), heads, KEY_WIDTH)
         columns, lanes = self.room.columns(EVERY), self.room.lanes
         pages = KeyPages("bf16", PAGE, keys.count)
         queries = self._operand(q)

@@ -13,6 +13,7 @@ from degarble.harness.backends.cutedsl import kernels as cutedsl_kernels
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.backends.cutedsl.kernels import NoKernelError
 from degarble.harness.backends.cutedsl.linears import LinearKernel
+from degarble.harness.backends.graph import layers as layer_module
 from degarble.harness.backends.graph import matrices as layer_matrices
 from degarble.harness.backends.graph.decoder import PIECE, Decoder, DecoderLogitsModel, entry_of
 from degarble.harness.backends.graph.matrices import (
@@ -51,6 +52,7 @@ from degarble.references.binding import BoundModel
 from degarble.references.model import Sequence
 from degarble.references.numerics import KeyValueCache
 from degarble.suites.backends import cutedsl_cases as cases
+from degarble.suites.backends import cutedsl_standin as standing_in
 from degarble.suites.backends.cutedsl_standin import StandIn
 from degarble.suites.commands.calls import call
 
@@ -537,6 +539,73 @@ def test_steps_of_few_rows_and_pieces_by_tiles_are_their_parts(
     assert torch.equal(made, decoder_v32_one_by_one)
     assert rows_of["sm90_gemm_nvfp4"] == {PIECE}
     assert rows_of["sm90_gemm_w4a16"] == {3}
+
+
+FEW_ROWS_WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "matrices of other heads": ("weight", lambda x: x.roll(64, 0)),
+    "heads of other heads": ("x", lambda x: x.roll(1, 1)),
+    "positions": ("positions", lambda x: x + 1),
+    "splits of other heads": ("sums", lambda x: x.roll(1, 2)),
+    "scale of wo": ("decode_scale", lambda x: x * 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [None, *FEW_ROWS_WRONG])
+def test_heads_of_few_rows_are_multiplied_by_one_launch(
+    decoder_v32_opened: OpenModel,
+    decoder_v32_one_by_one: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str | None,
+) -> None:
+    """Merged splits too, which these few keys do not have: they are made to."""
+    monkeypatch.setattr(layer_module, "merges_apart", lambda _problem: True)
+    monkeypatch.setattr(layer_module, "choose_splits", lambda _problem: 5)
+    monkeypatch.setattr(standing_in, "choose_splits", lambda _problem: 5)
+    name, change = FEW_ROWS_WRONG[what] if what else ("", lambda x: x)
+    launched: set[str] = set()
+
+    def seen(kernel: str, problem: Any, given: dict[str, Any]) -> None:
+        if getattr(problem, "tokens", PIECE) == PIECE:
+            return
+        launched.add(kernel)
+        if kernel == "sm90_latent_heads" and name in given:
+            given[name] = change(given[name]).contiguous()
+
+    decoder = decoder_of(decoder_v32_opened, seen, products=FEW_ROWS)
+    bound = decoder_v32_opened.logits_model.bound
+    made = decoder_v32_said(DecoderLogitsModel(bound, decoder))
+    assert torch.equal(made, decoder_v32_one_by_one) == (what is None)
+    assert {"sm90_latent_heads", "sm90_sparse_attention.SPLITS"} <= launched
+    assert not launched & {"sm90_gemm_grouped", "simt_latent_query"}
+
+
+@pytest.mark.slow
+def test_matrices_of_several_parts_are_multiplied_by_groups(
+    decoder_v32_opened: OpenModel, decoder_v32_one_by_one: torch.Tensor
+) -> None:
+    """Weights with codes take up to three BF16 matrices side by side; here the second is zero."""
+    launched: set[str] = set()
+
+    def seen(kernel: str, _problem: Any, _given: dict[str, Any]) -> None:
+        launched.add(kernel)
+
+    decoder = decoder_of(decoder_v32_opened, seen, products=FEW_ROWS)
+
+    def of_two(matrix: torch.Tensor) -> torch.Tensor:
+        return torch.cat([matrix, torch.zeros_like(matrix)], 1)
+
+    decoder.layers = [
+        replace(
+            of, attn=replace(of.attn, key=of_two(of.attn.key), value=of_two(of.attn.value))
+        )
+        for of in decoder.layers
+    ]  # fmt: skip
+    bound = decoder_v32_opened.logits_model.bound
+    made = decoder_v32_said(DecoderLogitsModel(bound, decoder))
+    assert torch.equal(made, decoder_v32_one_by_one)
+    assert "sm90_gemm_grouped" in launched
+    assert "sm90_latent_heads" not in launched
 
 
 @pytest.mark.slow
