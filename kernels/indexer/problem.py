@@ -73,7 +73,7 @@ OF_TOKENS = ScoresTeam(2, 1, (32, 224), 9, 4, False, 512)
 # A decode is bound by memory, which serves pages in any order the slower the more are under way.
 OF_ONE_TOKEN = {
     "bf16": ScoresTeam(1, CONSUMERS, (40, 232), 6, 2, True, 128),
-    "fp8": ScoresTeam(2, CONSUMERS, (), 4, 4, True, 128, asked_early=2),
+    "fp8": ScoresTeam(2, CONSUMERS, (), 4, 4, True, 128, asked_early=1),
 }
 FILLED = (9, 10)  # of the places, from which on one wave is better than two
 

@@ -76,6 +76,12 @@ def test_registers_and_threads_fit_the_processor(team: facts.ScoresTeam) -> None
     assert team.fewest_keys % facts.KEYS == 0
 
 
+def test_an_fp8_decode_asks_early_for_the_boxes_of_one_stage() -> None:
+    form = choose_form(problem_of(1, 64, 32768, "fp8"), "sm_90a")
+    assert facts.boxes_asked(form) * form.box == facts.keys_of_stage(form) == facts.KEYS
+    assert not facts.boxes_asked(choose_form(problem_of(1, 64, 32768), "sm_90a"))
+
+
 def test_the_form_and_the_cut_do_not_depend_on_company() -> None:
     """Which warpgroups work is chosen by operands, heads and whether tokens share keys."""
     for operands in facts.OPERANDS:
