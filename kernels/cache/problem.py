@@ -167,6 +167,19 @@ class PoolForm:
         return self.width // self.channels
 
     @property
+    def blocks(self) -> int:
+        """Return the number of thread blocks of a window; of few windows the last pools nothing."""
+        return self.groups + self.few
+
+    @property
+    def turns_of_row(self) -> int:
+        """Return in how many turns the threads of a window's last block keep the token's row.
+
+        0: the blocks that pool keep it. Windows of 4 have twice the columns, for fewer threads.
+        """
+        return self.width // self.threads if self.spread else 0
+
+    @property
     def threads(self) -> int:
         """Return the number of threads of a thread block."""
         return self.parts * self.vectors(self.channels)

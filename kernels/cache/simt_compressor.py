@@ -9,6 +9,8 @@ here), earlier rows from the ring that the sequence carries.
   of 128 a thread has one channel, and lanes of a warp add up first (`pool_spread`). Writes BF16
   entries [W, E], the position for RoPE (the window's first), and the cache slot, -1 where the
   window does not close.
+  Of few windows with one token a sequence one more thread block writes position and slot, and for
+  windows of 128 keeps the token's row (`tell_apart`).
 * `keep_kernel`: then writes the newest rows into every ring, after all windows have read them (PDL
   wait). With one token a sequence `pool_kernel` does both.
 
@@ -30,6 +32,9 @@ from degarble.kernels.cache.problem import ROWS_AT_ONCE, PoolForm, PoolProblem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.device_words import (
     brief_quotients,
+    computed_here,
+    emit,
+    opaque,
     power,
     rounded_words,
     store,
@@ -38,6 +43,7 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Storage
 from degarble.kernels.runtime.pdl import (
     EARLY,
+    fetch_line,
     fetch_row,
     guessed,
     let_follow,
@@ -175,11 +181,17 @@ def read_old_rows(
     tensors: PoolTensors, carried: tuple[Any, Any], vectors_at: list[tuple[Any, Any]]
 ) -> None:
     """Read a part's carried rows, which are where vectors_of_old_rows says."""
-    rOld, rOldGate = carried
-    for row, (_, at) in enumerate(vectors_at):  # gates first: what follows needs them first
-        cute.autovec_copy(tensors.rings[None, at], rOldGate[None, row])
-    for row, (at, _) in enumerate(vectors_at):
-        cute.autovec_copy(tensors.rings[None, at], rOld[None, row])
+    # Gates first: what follows needs them first.
+    read_half(tensors, carried, vectors_at, 1)
+    read_half(tensors, carried, vectors_at, 0)
+
+
+def read_half(
+    tensors: PoolTensors, carried: tuple[Any, Any], vectors_at: list[tuple[Any, Any]], half: int
+) -> None:
+    """Read the latents (0) or the gates (1) of a part's carried rows."""
+    for row, places in enumerate(vectors_at):
+        cute.autovec_copy(tensors.rings[None, places[half]], carried[half][None, row])
 
 
 @cute.jit
@@ -539,49 +551,64 @@ def pool_alone(  # noqa: PLR0915  in the order in which it waits
         reading = (*(ops.select(would_close, each, Int32(0)) for each in reading[:2]), chunk, ring)
         would_close = cutlass.Boolean(True)
     read_biases(tensors, biases, (guess.start, chunk), form)  # a weight
-    listed = listed_page(guess.start, (window, entries, columns), form)
     vectors_at = vectors_of_old_rows(reading, form)
     if cutlass.const_expr(form.few):
         for at, of_gate_at in vectors_at:
             fetch_row(tensors.rings, at)
             fetch_row(tensors.rings, of_gate_at)
+    else:
+        listed = listed_page(guess.start, (window, entries, columns), form)
     wait_for_front()
 
-    if would_close:
-        read_old_rows(tensors, carried, vectors_at)
     read_token(tensors, kept, (window, chunk), form)
-    cute.arch.sync_warp()  # no load from above is moved behind what waits for one from below
-    rPage = cute.make_rmem_tensor(1, Int32)
-    rPage[0] = Int32(facts.NO_PLACE)
-    if columns > 0:
-        rPage[0] = Int32(tensors.table[listed])
+    if would_close:
+        read_half(tensors, carried, vectors_at, 1)
+    # No load from one side of a barrier is moved to the other. The guesses are judged while the
+    # last rows are on their way.
+    cute.arch.sync_warp()
     start, true_ring = Int32(tensors.starts[window]), Int32(tensors.ring_of[window])
     cute.arch.sync_warp()
-    place = SequenceRows(start, window, Int32(1), true_ring)
-    first, closes = start - (form.ring_rows - 1), (start + 1) % form.ratio == 0
-    carries, ring = ring_at(place, rings, form)
-    later = wrong_guess(start, supposed)
-    if later:
-        read_biases(tensors, biases, (ops.maximum(start, Int32(0)), chunk), form)
+    if would_close:
+        read_half(tensors, carried, vectors_at, 0)
+    rPage = cute.make_rmem_tensor(1, Int32)
+    rPage[0] = Int32(facts.NO_PLACE)
+    if cutlass.const_expr(not form.few):  # noqa: SIM102  the first is settled when traced
         if columns > 0:
-            rPage[0] = Int32(tensors.table[listed_page(start, (window, entries, columns), form)])
-    if closes & (later | wrong_guess(true_ring, ring_of)):
-        told = (first, part, chunk, ring)
-        read_old_rows(tensors, carried, vectors_of_old_rows(told, form))
+            rPage[0] = Int32(tensors.table[listed])
+    cute.arch.sync_warp()
+    # Trap: where the true numbers took over, what follows from them would be computed behind all
+    # loads, and the guesses' registers would receive rows. So the guesses stand, if they were true.
+    rKnown = cute.make_rmem_tensor(2, Int32)  # start, ring
+    rKnown[0], rKnown[1] = opaque(supposed), opaque(ring_of)
+    if wrong_guess(start, supposed) | wrong_guess(true_ring, ring_of):
+        rKnown[0], rKnown[1] = start, true_ring
+        read_biases(tensors, biases, (ops.maximum(start, Int32(0)), chunk), form)
+        if cutlass.const_expr(not form.few):  # noqa: SIM102  as above
+            if columns > 0:
+                at = listed_page(start, (window, entries, columns), form)
+                rPage[0] = Int32(tensors.table[at])
+        if (start + 1) % form.ratio == 0:
+            _, ring = ring_at(SequenceRows(start, window, Int32(1), true_ring), rings, form)
+            told = (start - (form.ring_rows - 1), part, chunk, ring)
+            read_old_rows(tensors, carried, vectors_of_old_rows(told, form))
+    place = SequenceRows(Int32(rKnown[0]), window, Int32(1), Int32(rKnown[1]))
+    first, closes = place.start - (form.ring_rows - 1), (place.start + 1) % form.ratio == 0
+    carries = keeps(place, rings)
     add_biases(kept, form)
     if closes:
         correct_carried_rows(carried, kept[-1], place, (first, part, carries), form)
+    keeping = (part == 0) & carries, kept, place, chunk
+    telling = tells, closes, Int32(rPage[0]), entries, columns
     # Trap: beside the sums of several parts their registers would be spilled.
-    keeping, told = (part == 0) & carries, (tells, start, closes, Int32(rPage[0]))
     if cutlass.const_expr(form.parts > 1):
-        keep_and_tell(tensors, (keeping, kept, place, chunk), told, (entries, columns), form)
+        keep_and_tell(tensors, keeping, telling, form)
     if closes:
         if cutlass.const_expr(form.spread):
             pool_spread(tensors, carried, shared, (window, part, chunk, within), form)
         else:
             pool_window(tensors, carried, shared, (window, part, chunk, within), form)
     if cutlass.const_expr(form.parts == 1):
-        keep_and_tell(tensors, (keeping, kept, place, chunk), told, (entries, columns), form)
+        keep_and_tell(tensors, keeping, telling, form)
 
 
 def listed_page(start: Any, numbers: tuple[Any, Any, Any], form: PoolForm) -> Any:
@@ -624,25 +651,99 @@ def keep_and_tell(
     tensors: PoolTensors,
     keeping: tuple[Any, ...],
     telling: tuple[Any, ...],
-    numbers: tuple[Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Write columns of the token's row, and position and slot; `numbers`: entries, columns."""
+    """Write columns of the token's row, and position and slot, what no other block writes.
+
+    `keeping`: whether, registers, place, chunk; `telling`: whether, closes, page, entries, columns.
+    """
     keeps_row, kept, place, chunk = keeping
-    tells, start, closes, page = telling
+    tells, closes, page, entries, columns = telling
+    if cutlass.const_expr(form.turns_of_row == 0):  # noqa: SIM102  the first is settled when traced
+        if keeps_row:
+            keep_row(tensors, kept, place, chunk, form)
+    if cutlass.const_expr(not form.few):  # noqa: SIM102  as above
+        if tells:
+            within, listed = place_in_page(place.start, (entries, columns), form)
+            found = ops.select(closes & listed, page, Int32(facts.NO_PLACE))
+            put_slot(tensors, (place.begin, place.start, closes, entries), (found, within), form)
+
+
+def keep_row(
+    tensors: PoolTensors, kept: list[Any], place: SequenceRows, chunk: Any, form: PoolForm
+) -> None:
+    """Write a thread's columns of the token's row into the ring; `chunk` as above."""
     of_row, of_gate, of_entry = of_rows(form)
-    if keeps_row:
-        held = place.ring * form.ring_rows + place.start % form.ring_rows
-        for half in cutlass.range_constexpr(form.columns // form.width):
-            at = Int64(held) * of_row + Int64(chunk + half * of_entry)
-            cute.autovec_copy(kept[half][0], tensors.rings[None, at])
-            cute.autovec_copy(kept[half][1], tensors.rings[None, at + of_gate])
-    if tells:
-        entries, columns = numbers
-        entry = start // form.ratio
-        listed = closes & (entry // entries < columns)
-        found = ops.select(listed, page, Int32(facts.NO_PLACE))
-        put_slot(tensors, (place.begin, start, closes, entries), (found, entry % entries), form)
+    held = place.ring * form.ring_rows + place.start % form.ring_rows
+    for half, (rLatent, rGate, _) in enumerate(kept):
+        at = Int64(held) * of_row + Int64(chunk + half * of_entry)
+        cute.autovec_copy(rLatent, tensors.rings[None, at])
+        cute.autovec_copy(rGate, tensors.rings[None, at + of_gate])
+
+
+@cute.jit
+def tell_apart(
+    tensors: PoolTensors, extents: Any, numbers: tuple[Any, Any], form: cutlass.Constexpr
+) -> None:
+    """Write position and slot of the window of a sequence's only token, and of 128 keep its row.
+
+    `numbers`: window, thread. The start is guessed as in pool_alone, whose blocks need not wait for
+    the page, nor for the token's row to be written.
+    """
+    window, thread = numbers
+    _, _, rings, entries, columns = extents
+    supposed = guessed(tensors.starts, window)
+    chunks = [turn * form.threads + thread for turn in range(form.turns_of_row)]
+    kept = [kept_registers(form) for _ in chunks]
+    biases = [rBias for _, _, rBias in kept]
+    for rBias, chunk in zip(biases, chunks, strict=True):
+        read_biases(tensors, [rBias], (ops.maximum(supposed, Int32(0)), chunk), form)
+    rPlace = cute.make_rmem_tensor(2, Int32)  # row in the page, whether the page is listed
+    put_place(rPlace, supposed, (entries, columns), form)
+    place_of_page = listed_page(supposed, (window, entries, columns), form)
+    of_page = computed_here(tensors.table.iterator.toint() + Int64(place_of_page) * 4)
+    if columns > 0:
+        fetch_line(of_page)  # and so the address is there behind the wait
+    wait_for_front()
+    window += zero_of_lane()
+    for of_turn, chunk in zip(kept, chunks, strict=True):
+        read_token(tensors, [of_turn], (window, chunk), form)
+    rPage = cute.make_rmem_tensor(1, Int32)
+    rPage[0] = Int32(facts.NO_PLACE)
+    if columns > 0:
+        rPage[0] = emit("ld.global.b32 {$w0}, [{$r0}];", Int32, of_page)
+    start, ring = Int32(tensors.starts[window]), Int32(tensors.ring_of[window])
+    if wrong_guess(start, supposed):
+        put_place(rPlace, start, (entries, columns), form)
+        for rBias, chunk in zip(biases, chunks, strict=True):
+            read_biases(tensors, [rBias], (ops.maximum(start, Int32(0)), chunk), form)
+        if columns > 0:
+            at = listed_page(start, (window, entries, columns), form)
+            rPage[0] = Int32(tensors.table[at])
+    place = SequenceRows(start, window, Int32(1), ring)
+    if keeps(place, rings):
+        add_biases(kept, form)
+        for of_turn, chunk in zip(kept, chunks, strict=True):
+            keep_row(tensors, [of_turn], place, chunk, form)
+    if thread == form.threads - 1:
+        closes = (start + 1) % form.ratio == 0
+        listed = closes & (Int32(rPlace[1]) == 1)
+        found = ops.select(listed, Int32(rPage[0]), Int32(facts.NO_PLACE))
+        put_slot(tensors, (window, start, closes, entries), (found, Int32(rPlace[0])), form)
+
+
+def place_in_page(start: Any, numbers: tuple[Any, Any], form: PoolForm) -> tuple[Any, Any]:
+    """Return a window's row in its page, and whether the table has that page."""
+    entries, columns = numbers
+    entry = start // form.ratio
+    return entry % entries, entry // entries < columns
+
+
+def put_place(registers: Any, start: Any, numbers: tuple[Any, Any], form: PoolForm) -> None:
+    """Put what place_in_page returns into registers, computed where this stands."""
+    within, listed = place_in_page(start, numbers, form)
+    registers[0] = opaque(within)
+    registers[1] = opaque(ops.select(listed, Int32(1), Int32(0)))
 
 
 @cute.kernel
@@ -652,11 +753,18 @@ def pool_kernel(tensors: PoolTensors, extents: tuple[Any, ...], form: cutlass.Co
     The thread blocks of one window are adjacent: together they read whole rows.
     """
     thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
+    block, window, _ = cute.arch.block_idx()
     block = Int32(block)
     numbers = (block // form.groups, block % form.groups, Int32(thread))
     shared = shared_of(form)
-    if cutlass.const_expr(form.alone):
+    if cutlass.const_expr(form.few):
+        let_follow()
+        if block == form.groups:
+            tell_apart(tensors, extents, (Int32(window), Int32(thread)), form)
+        else:
+            numbers = (Int32(window), block, Int32(thread))
+            pool_alone(tensors, shared, extents, numbers, form)
+    elif cutlass.const_expr(form.alone):
         let_follow()
         pool_alone(tensors, shared, extents, numbers, form)
     else:
@@ -698,7 +806,7 @@ def launch_pool(
     tokens, sequences, rings, entries, columns, windows = extents
     if windows > 0:
         pool_kernel(tensors, (tokens, sequences, rings, entries, columns), form).launch(
-            grid=[windows * form.groups, 1, 1],
+            grid=[form.blocks, windows, 1] if form.few else [windows * form.groups, 1, 1],
             block=[form.threads, 1, 1],
             min_blocks_per_mp=int(form.few),  # fewer registers would reuse those of loads
             use_pdl=EARLY,

@@ -8,6 +8,7 @@ runtime/kernel_cases.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
@@ -43,6 +44,8 @@ def kernels_of(name: str) -> ModuleType:
 
 _WAIT = "griddepcontrol.wait"
 _GUESS = "ld.relaxed.gpu.global"
+_LABEL = re.compile(r"\$\w+:")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+)")
 _ACCESSES = (
     *("ld.global", "st.global", "red.global", "atom.global"),
     *("cp.async.c", "cp.async.bulk.shared", "cp.async.bulk.tensor", "cp.async.bulk.global"),
@@ -119,7 +122,7 @@ def require_early_reads_alone(ptx: str, weights: int, *, guesses: bool = False) 
     assert "ld.global.nc" not in ptx
     early = 0
     for kernel in ptx.split(".visible .entry")[1:]:
-        before, behind = kernel.split(_WAIT)
+        before, behind = parted_by_its_waits(kernel)
         if guesses and _GUESS not in before:
             require_waits_before_it_reads(".visible .entry" + kernel)
             continue
@@ -130,6 +133,32 @@ def require_early_reads_alone(ptx: str, weights: int, *, guesses: bool = False) 
         for access in _ACCESSES[1:]:
             assert access not in before, access
     assert early
+
+
+def parted_by_its_waits(kernel: str) -> tuple[str, str]:
+    """Return the lines of an entry that may run before any wait, and those that may run behind.
+
+    Thread blocks of different work may wait at different places.
+    """
+    lines = [line.strip() for line in kernel.splitlines()]
+    labels = {line[:-1]: at for at, line in enumerate(lines) if _LABEL.fullmatch(line)}
+    waits = [at for at, line in enumerate(lines) if _WAIT in line]
+    assert waits
+    found = []
+    for starts in ([0], [at + 1 for at in waits]):
+        seen: set[int] = set()
+        while starts:
+            at = starts.pop()
+            while at < len(lines) and at not in seen and at not in waits:
+                seen.add(at)
+                target = _BRANCH.search(lines[at])
+                if target:
+                    starts.append(labels[target[1]])
+                if lines[at].startswith(("bra", "ret")):
+                    break
+                at += 1
+        found.append("\n".join(lines[at] for at in sorted(seen)))
+    return found[0], found[1]
 
 
 @dataclass(frozen=True)

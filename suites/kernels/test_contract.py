@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from degarble.suites.kernels.contract import (
     MachineCode,
     ReplayCase,
     poison,
+    require_early_reads_alone,
     same_bits,
     tensors_of,
 )
@@ -65,6 +67,39 @@ QUICK = _quick_names()
 def test_machine_code_is_as_derived(code: MachineCode) -> None:
     """No register spills, every rounding is stated, and the counts are the derived ones."""
     code.require(code.compile())
+
+
+TWO_WAITS = """.visible .entry kernel()
+{{
+ld.global.b32 %r1, [%rd1];
+@%p1 bra $L__BB0_2;
+{first}
+griddepcontrol.wait;
+ld.global.b32 %r2, [%rd2];
+bra.uni $L__BB0_3;
+$L__BB0_2:
+{second}
+griddepcontrol.wait;
+$L__BB0_3:
+st.global.b32 [%rd3], %r2;
+ret;
+}}"""
+NOTHING, READS = "mov.b32 %r3, 0;", "ld.global.b32 %r3, [%rd4];"
+
+
+def test_what_each_branch_reads_before_its_wait_is_counted() -> None:
+    for first, second in ((NOTHING, NOTHING), (READS, NOTHING), (NOTHING, READS), (READS, READS)):
+        ptx = TWO_WAITS.format(first=first, second=second)
+        require_early_reads_alone(ptx, 1 + (first, second).count(READS))
+        with pytest.raises(AssertionError):
+            require_early_reads_alone(ptx, 2 + (first, second).count(READS))
+    with pytest.raises(AssertionError, match=re.escape("st.global")):
+        require_early_reads_alone(
+            TWO_WAITS.format(first=NOTHING, second="st.global.b32 [%rd3], %r1;"), 1
+        )
+    early = TWO_WAITS.format(first=NOTHING, second="bra.uni $L__BB0_3;")
+    with pytest.raises(AssertionError, match=re.escape("st.global")):
+        require_early_reads_alone(early, 1)
 
 
 def test_a_night_finds_the_cases_of_each_kernel() -> None:

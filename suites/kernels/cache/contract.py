@@ -93,7 +93,10 @@ def _code(target: str) -> Iterator[MachineCode]:
 def _guesses_alone(kernel: CompiledKernel, form: PagedForm | PoolForm) -> None:
     """Of the only token the bias of a row is read before the wait, which nothing writes."""
     pool = form.pool if isinstance(form, PagedForm) else form
-    require_early_reads_alone(kernel.ptx, pool.columns // pool.width, guesses=True)
+    weights = pool.columns // pool.width
+    if isinstance(form, PoolForm):
+        weights += form.turns_of_row
+    require_early_reads_alone(kernel.ptx, weights, guesses=True)
 
 
 def _reads_weights_alone(kernel: CompiledKernel, form: PoolForm) -> None:

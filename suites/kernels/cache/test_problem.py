@@ -101,6 +101,10 @@ def test_forms_have_a_thread_for_every_channel_and_row() -> None:
                 assert form.threads * form.channels_of_thread == form.parts * form.channels
                 assert form.channels_of_thread == (1 if few and ratio == 128 else 2)
                 assert form.groups * form.channels == width
+                # The last block of few windows keeps the token's row, of windows of 128.
+                assert form.blocks == form.groups + few
+                kept = form.turns_of_row * form.threads * form.channels_of_thread
+                assert kept == (form.columns if few and ratio == 128 else 0)
                 assert form.threads % 32 == 0
                 places = [form.place_of(thread) for thread in range(form.threads)]
                 assert len(set(places)) == form.threads
