@@ -116,6 +116,16 @@ class MhcMixForm:
         return self.part in {"all", "coefficients"}
 
     @property
+    def gates(self) -> tuple[int, ...]:
+        """Return the groups of gates that lanes of a token compute, that of post first."""
+        return (1, 0) if self.part == "coefficients" else (1,)
+
+    @property
+    def reads_early(self) -> bool:
+        """Return whether lanes read weights, and compute addresses, before the wait."""
+        return self.makes_coefficients and self.lanes == STREAMS
+
+    @property
     def touches_streams(self) -> bool:
         """Return whether streams are read."""
         return self.part != "coefficients"

@@ -3,7 +3,8 @@
 One source for sm_90a and sm_100a, a part of mhc_problem each:
 
 * coefficients: pre, post [T, S] and mix [T, S, S] from products and squares. Four lanes a token, or
-  two of many tokens, share its rows; every lane has all its powers, so no step of Sinkhorn waits.
+  two of many tokens, share its rows; every lane has all its powers. Four lanes read weights before
+  the wait, and divide a column each.
 * collapse, head: out[t] = sum_s pre[t, s] * streams[t, s]; a thread has a chunk of every stream.
 * all: both in one launch. The first `leading` thread blocks compute coefficients, the others
   collapse and compute the gates that they need themselves, so no block waits for another. The bits
@@ -26,6 +27,8 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import (
     FLAT,
+    computed_here,
+    emit,
     exponential,
     inverse_root,
     numbers_of,
@@ -39,7 +42,14 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows.mhc_problem import CHUNK_VALUES, STREAMS, MhcMixForm, MhcMixProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
-from degarble.kernels.runtime.pdl import EARLY, fetch_line, follow, wait_then_let_follow
+from degarble.kernels.runtime.pdl import (
+    EARLY,
+    fetch_line,
+    follow,
+    let_follow,
+    wait_for_front,
+    wait_then_let_follow,
+)
 
 WORDS = CHUNK_VALUES // 2  # of two BF16 in a chunk
 
@@ -189,6 +199,43 @@ def line_factors(
     return state[1], state[3]
 
 
+@cute.jit
+def told_factors(powers: list[list[Any]], told: tuple[Any, Any], lane: Any) -> tuple[Any, Any]:
+    """Return what line_factors returns; each of a token's four lanes divides a column.
+
+    `told` is iterations and epsilon. Lanes tell each other their factors times the scale.
+    """
+    iterations, epsilon = told
+    stream = lane % STREAMS
+    first = lane - stream
+    column = [own_of(row, stream) for row in powers]
+    rRows, rShares, rFactors = (cute.make_rmem_tensor(STREAMS, Float32) for _ in range(3))
+    rOwn = cute.make_rmem_tensor(4, Float32)  # divisor, factor, scale, inverse
+    (begun,) = facts.columns_at_first([column], epsilon)
+    for place in range(STREAMS):
+        rRows[place] = Float32(1.0)
+        rShares[place] = Float32(1.0)
+    rOwn[0], rOwn[1], rOwn[2], rOwn[3] = begun, PROCESSOR.reciprocal(begun), 1.0, 1.0
+    for _ in cutlass.range(1, iterations, unroll=1):
+        divisor, factor, scale, inverse = four(rOwn)
+        kept = ops.multiply_rn(divisor, ops.multiply_rn(epsilon, inverse))
+        scaled = from_lanes(ops.multiply_rn(factor, scale), first)
+        of_rows, shares, scale = facts.rows_divided(powers, (scaled, four(rRows), epsilon))
+        (divisor,), (factor,) = facts.columns_divided([column], (shares, [kept], scale), PROCESSOR)
+        put(rRows, of_rows)
+        put(rShares, shares)
+        put(rOwn, [divisor, factor, scale, PROCESSOR.reciprocal(scale)])
+    put(rFactors, from_lanes(Float32(rOwn[1]), first))
+    return rShares, rFactors
+
+
+def from_lanes(number: Any, first: Any) -> list[Any]:
+    """Return the numbers of four lanes."""
+    return [
+        Float32(cute.arch.shuffle_sync(number, offset=first + other)) for other in range(STREAMS)
+    ]
+
+
 def store_four(tensor: Any, index: Any, numbers: list[Any]) -> None:
     """Write four numbers."""
     registers = cute.make_rmem_tensor(STREAMS, Float32)
@@ -225,12 +272,16 @@ def rows_of_mix(
 ) -> list[list[Any]]:
     """Return a lane's rows of a token's mix from their logits; told: iterations, epsilon.
 
-    Each lane has all powers of its token and divides all lines: no step waits for another lane.
+    Each lane has all powers of its token. It divides all rows, whose divisors need no reciprocal,
+    and of four lanes one column, of two lanes all.
     """
     iterations, epsilon = told
     own = [facts.softmax_row(of_stream, epsilon, PROCESSOR) for of_stream in logits]
     powers = of_token(own, cute.arch.lane_idx(), form.lanes)
-    rShares, rFactors = line_factors(powers, iterations, epsilon, form)
+    if cutlass.const_expr(form.lanes == STREAMS and not form.ends_early):
+        rShares, rFactors = told_factors(powers, told, cute.arch.lane_idx())
+    else:
+        rShares, rFactors = line_factors(powers, iterations, epsilon, form)
     return [
         facts.scaled_row(row, own_of(four(rShares), stream), four(rFactors))
         for row, stream in zip(own, streams, strict=True)
@@ -244,15 +295,14 @@ def put_coefficients(
     numbers: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Compute post and rows of mix of a lane's streams, and pre in the part `coefficients`.
+    """Compute what store_coefficients writes, of two lanes; all is read here.
 
     `place` is a token, the number of tokens, the first stream, and the token whose products are
     read.
     """
     wanted_token, tokens, first, token = place
-    iterations, _, _, epsilon = numbers
     factor = factor_at(tensors, token, numbers)
-    streams = [first + more for more in range(0, STREAMS, form.lanes)]
+    streams = streams_of_lane(first, form)
     scale = (factor, tensors.scale[2])
     logits = [
         logits_at(tensors, (token, 2 + stream), scale, facts.COEFFICIENTS) for stream in streams
@@ -262,17 +312,105 @@ def put_coefficients(
             facts.gate(own_logit(tensors, (token, group, stream), factor), PROCESSOR)
             for stream in streams
         ]
-        for group in ((1, 0) if form.part == "coefficients" else (1,))
+        for group in form.gates
     ]
+    store_coefficients(tensors, (wanted_token, tokens, first), (logits, gates), numbers, form)
+
+
+@cute.jit
+def store_coefficients(
+    tensors: Any,
+    place: tuple[Any, Any, Any],
+    made: tuple[list[list[Any]], list[list[Any]]],
+    numbers: tuple[Any, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Write post and rows of mix of a lane's streams, and pre in the part `coefficients`.
+
+    `place` is a token, the number of tokens, the first stream; `made` logits of mix, and gates.
+    """
+    token, tokens, first = place
+    logits, gates = made
+    iterations, _, _, epsilon = numbers
+    streams = streams_of_lane(first, form)
     posts = adjacent([ops.multiply_rn(gate, 2.0) for gate in gates[0]], first, form)
     pres = adjacent([ops.add_rn(gate, epsilon) for gate in gates[-1]], first, form)
-    made = rows_of_mix(logits, streams, (iterations, epsilon), form)
-    if wanted_token < tokens:
+    rows = rows_of_mix(logits, streams, (iterations, epsilon), form)
+    if token < tokens:
         for number in cutlass.range_constexpr(STREAMS // form.lanes):
-            store_four(tensors.mix, wanted_token * STREAMS + streams[number], made[number])
-        store_gates(tensors.post, (wanted_token, first), posts, form)
+            store_four(tensors.mix, token * STREAMS + streams[number], rows[number])
+        store_gates(tensors.post, (token, first), posts, form)
         if cutlass.const_expr(form.part == "coefficients"):
-            store_gates(tensors.pre, (wanted_token, first), pres, form)
+            store_gates(tensors.pre, (token, first), pres, form)
+
+
+def streams_of_lane(first: Any, form: MhcMixForm) -> list[Any]:
+    """Return the streams of a lane, one or two apart."""
+    return [first + more for more in range(0, STREAMS, form.lanes)]
+
+
+class LaneOfToken(NamedTuple):
+    """What one of four lanes has before the launch in front has ended: weights, and addresses."""
+
+    squares: Any
+    row: Any  # of the products of its row of mix
+    own: Any  # of its product of pre; that of post lies four further on
+    of_mix: list[Any]  # base
+    of_gates: list[Any]  # base of each of form.gates
+    scale: list[Any]  # of those and of mix
+
+
+def lane_of_token(tensors: Any, place: tuple[Any, Any], form: MhcMixForm) -> LaneOfToken:
+    """Read the weights of a lane, and compute the addresses of its numbers; place: token, lane."""
+    token, stream = place
+    products = tensors.products.iterator.toint() + Int64(token) * (4 * facts.COEFFICIENTS)
+    squares = tensors.squares.iterator.toint() + Int64(token) * 4
+    row = products + Int64(stream) * (4 * STREAMS) + 4 * 2 * STREAMS
+    return LaneOfToken(
+        computed_here(squares),
+        computed_here(row),
+        computed_here(products + Int64(stream) * 4),
+        loaded_numbers(tensors.base, 2 + stream),
+        [Float32(tensors.base[stream, group]) for group in form.gates],
+        [Float32(tensors.scale[group]) for group in (*form.gates, 2)],
+    )
+
+
+def float_at(address: Any, offset: int = 0) -> Any:
+    """Read a float32 so many bytes behind an address."""
+    return emit(f"ld.global.f32 {{$w0}}, [{{$r0}} + {offset}];", Float32, address)
+
+
+def four_at(address: Any) -> list[Any]:
+    """Read four float32."""
+    text = "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    types = [Float32] * STREAMS
+    return list(cute.arch.inline_ptx(text, write_only_types=types, read_only_args=[address]))
+
+
+@cute.jit
+def put_read_early(
+    tensors: Any,
+    place: tuple[Any, Any, Any],
+    numbers: tuple[Any, ...],
+    lane: LaneOfToken,
+    form: cutlass.Constexpr,
+) -> None:
+    """Compute what store_coefficients writes, of four lanes, from what a lane knows already."""
+    _, share, norm_epsilon, _ = numbers
+    squares, row = float_at(lane.squares), four_at(lane.row)
+    own = [float_at(lane.own, 4 * STREAMS * group) for group in form.gates]
+    cute.arch.sync_warp()  # no load is put off until another one has come
+    factor = facts.norm_factor(squares, share, norm_epsilon, PROCESSOR)
+    logits = [
+        facts.logit(product, factor, lane.scale[-1], base)
+        for product, base in zip(row, lane.of_mix, strict=True)
+    ]
+    gates = [
+        [facts.gate(facts.logit(product, factor, scale, base), PROCESSOR)]
+        for product, scale, base in zip(own, lane.scale[:-1], lane.of_gates, strict=True)
+    ]
+    store_coefficients(tensors, place, ([logits], gates), numbers, form)
 
 
 def read_streams(tensors: Any, first: Any, chunks: Any) -> list[list[Any]]:
@@ -337,19 +475,30 @@ def mhc_kernel(
                 fetch_line(each.iterator.toint())
     if cutlass.const_expr(form.lanes < STREAMS and form.part == "coefficients"):
         ask_for_products(tensors, Int32(block) * facts.MIX_THREADS + Int32(thread), extents, form)
-    if cutlass.const_expr(form.waits_first):
+    thread, block = Int32(thread), Int32(block)
+    tokens, leading, groups, chunks = extents
+    lane = block * facts.MIX_THREADS + thread
+    token = lane // form.lanes
+    # Lanes without a token take part in shuffles.
+    read_token = ops.minimum(token, tokens - 1)
+    stream = lane % form.lanes
+    if cutlass.const_expr(form.reads_early):
+        if cutlass.const_expr(not form.waits_first):
+            let_follow()
+        early = lane_of_token(tensors, (read_token, stream), form)
+        wait_for_front()
+        if cutlass.const_expr(form.waits_first):
+            let_follow()
+    elif cutlass.const_expr(form.waits_first):
         wait_then_let_follow()
     else:
         follow()
-    thread, block = Int32(thread), Int32(block)
-    tokens, leading, groups, chunks = extents
     if cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
         if block < leading:
-            lane = block * facts.MIX_THREADS + thread
-            token = lane // form.lanes
-            # Lanes without a token take part in shuffles.
-            place = (token, tokens, lane % form.lanes, ops.minimum(token, tokens - 1))
-            put_coefficients(tensors, place, numbers, form)
+            if cutlass.const_expr(form.reads_early):
+                put_read_early(tensors, (token, tokens, stream), numbers, early, form)
+            else:
+                put_coefficients(tensors, (token, tokens, stream, read_token), numbers, form)
     if cutlass.const_expr(form.touches_streams):
         turn = Uint32(block - leading)
         of_token = Int32(turn // Uint32(groups))

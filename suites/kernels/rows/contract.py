@@ -62,11 +62,12 @@ if TYPE_CHECKING:
 
 REGISTERS_OF_MIX = {"all": 64, "coefficients": 64, "collapse": 32, "head": 32, "post": 64}
 # Three to a weighted sum of four, three to an exponential, one to a logit; of Sinkhorn four to each
-# of four rows and columns.
+# of four rows and columns. One of four lanes has one column, but where rounds may end early.
 SINKHORN = 2 * 16
+SINKHORN_OF_FOUR = 16 + 4
 FUSED_OF_MIX = {
-    "all": 3 * 8 + 36 + SINKHORN,
-    "coefficients": 24 + SINKHORN,
+    "all": 3 * 8 + 36 + SINKHORN_OF_FOUR,
+    "coefficients": 24 + SINKHORN_OF_FOUR,
     "collapse": 3 * 8,
     "head": 3 * 8 + 16,
     "post": 128,
@@ -98,14 +99,12 @@ def _code(target: str) -> Iterator[MachineCode]:
     for source, out in product(SCALE_KINDS, SCALE_KINDS):
         yield MachineCode("simt_scale", ScaleForm(source, out, target))
     for part in MIX_PARTS:
+        mix = MhcMixForm(part, target)
         yield MachineCode(
-            "simt_mhc",
-            MhcMixForm(part, target),
-            REGISTERS_OF_MIX[part],
-            0,
-            fused=FUSED_OF_MIX[part],
-            slow=part not in {"all", "post"},
-        )
+            "simt_mhc", mix, REGISTERS_OF_MIX[part], 0,
+            fused=FUSED_OF_MIX[part], slow=part not in {"all", "post"}, reads_early=mix.reads_early,
+            more=_reads_weights_of_mix_early,
+        )  # fmt: skip
     for part, fused in FUSED_OF_TWO.items():
         of_two = MhcMixForm(part, target, lanes=2)
         yield MachineCode("simt_mhc", of_two, 64, 0, fused=fused, slow=part == "all")
@@ -186,6 +185,12 @@ def _weight_alone_before_the_wait(kernel: CompiledKernel, form: ProjectForm | On
         for access in ("ld.global", "st.global", "atom.global", "cp.async.bulk"):
             assert access not in before, access
     assert sorted(found) == [0] * (len(found) - 1) + [rows // project.rows_at_once]
+
+
+def _reads_weights_of_mix_early(kernel: CompiledKernel, form: MhcMixForm) -> None:
+    """A lane's row of the base of mix, its base of each gate, and the scales."""
+    if form.reads_early:
+        require_early_reads_alone(kernel.ptx, 1 + 2 * len(form.gates) + 1)
 
 
 def _guesses_its_turn(kernel: CompiledKernel, _form: QNormRopeForm) -> None:
