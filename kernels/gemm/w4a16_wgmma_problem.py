@@ -194,6 +194,8 @@ def form_of(problem: W4A16Problem, division: tuple[int, int], target: str) -> W4
         columns *= 2
     ragged = problem.layout == LINEAR.name and problem.columns % CHUNK > 0
     form = W4A16WgmmaForm(problem.layout, columns, groups, ranks, 1, ragged, 0, target)
+    # Trap: with more, a warp would have no part of some stages. It could reach a stage before its
+    # copies of the round before have come, and their parity would let it pass.
     permuting = min(HALVES * form.row_groups, MOST_WARPS - form.warps - 1)
     free = SHARED_BYTES - BARRIER_BYTES - SLOTS * form.slot_bytes
     stages = min(MOST_STAGES, free // (form.activation_bytes + form.code_bytes))
