@@ -146,25 +146,28 @@ def merge_row(
 # the other warpgroup the sums of that one's 32 keys and adds what it receives. `merge_two`: the end
 # of attention where a cluster has two splits. A thread has sums of two rows, keeps the row that its
 # thread block writes, and sends the other to the same thread of the other block by st.async; the
-# receiver's `given` barrier expects GIVEN_BYTES (1 arrival). Splits are added in their order, so
+# receiver's `given` barriers expect a part of the bytes each (1 arrival), so that one part is added
+# while others come. Splits are added in their order, so
 # the bits are those of simt_attention_merge.
 #
 # The received sums overwrite the first tile. So a block sends only after a cluster barrier, at
-# which both blocks have finished reading tiles.
+# which both blocks have finished reading tiles. `merge_and_stay`: the same where the tiles of other
+# tokens are on their way; sums overwrite the tile that came last.
 
-TOGETHER = 2  # splits of a cluster that end here
+TOGETHER = facts.PAIR  # splits of a cluster that end here
 LOGITS_READY = 4  # a barrier of the warpgroups that multiply
 ROUNDS_OF_LOGITS = facts.KEYS // 2 // VALUES
 ROUNDS = facts.COLUMNS // 8 * 2 // VALUES
 ROW_OF_ROUND = facts.CONSUMER_THREADS * 4 * VALUES  # bytes
 TILE_BYTES = 2 * facts.TILE * rows.WIDTH
-GIVEN_BYTES = ROUNDS * ROW_OF_ROUND + facts.HEADS // 2 * 8
+ROUNDS_OF_PART = ROUNDS // facts.GIVEN_PARTS
+STATS_BYTES = facts.HEADS // 2 * 8  # peaks and totals, which come with the first part
 
 
 def places_of_given(memory: Any, lane: Any, half: Any, entry: EntryFormat) -> list[Any]:
     """Return the shared addresses where a thread leaves logits for the other warpgroup.
 
-    Where room is short (E4M3), half of them overlay the other warpgroup's shares of the last tile:
+    Of E4M3 entries half of them overlay the other warpgroup's shares of the last tile:
     only this warp has read these 16 rows. Lanes four apart have rows four apart: other banks.
     """
     thread, lane_of_warp = Uint32(lane.warp * rows.LANES + lane.lane), Uint32(lane.lane)
@@ -201,31 +204,77 @@ def joined(memory: Any, lane: Any, halves: Any, entry: cutlass.Constexpr) -> Any
     return logits
 
 
+def begin_barriers_of_given(barriers: Any) -> None:
+    """Initialise, in one thread, the barriers of what the other thread block gives."""
+    for number in range(facts.GIVEN_BARRIERS):
+        shared.begin_barrier(barriers + 8 * number, 1)
+
+
+def expect_given(barriers: Any, one: Any) -> None:
+    """Expect the bytes of every part in one thread."""
+    for part in range(facts.GIVEN_PARTS):
+        size = ROUNDS_OF_PART * ROW_OF_ROUND + (0 if part else STATS_BYTES)
+        shared.expect(barriers + 8 * part, Uint32(size), one)
+
+
+@cute.jit
+def merge_and_stay(
+    addresses: Any,
+    where: tuple[Any, Any],
+    state: Any,
+    memory: Any,
+    at: tuple[Any, Any],
+    sinks: cutlass.Constexpr,
+) -> None:
+    """Merge as `merge_two` does, where both thread blocks go on to other tokens.
+
+    `at` are the place of the tile that came last, and the phase. That tile is given back behind the
+    merge: sums lie there, then rows. The other block's is free when it says so.
+    """
+    place, lane = where
+    last_at, phase = at
+    barriers, ready = memory.given, memory.given + 8 * facts.GIVEN_PARTS
+    thread = Uint32(lane.half * facts.WARPGROUP + lane.warp * rows.LANES + lane.lane)
+    head = ops.minimum(place.head + lane.row + 8 * place.split, place.heads - 1)
+    sink = merging.sink_of(addresses.sink, head, sinks)  # it is far away: asked for in time
+    expect_given(barriers, thread == 0)
+    ptx.arrive_at_rank(ready, Uint32(1 - place.split), thread == 0)
+    ptx.await_phase_of_cluster(ready, phase)
+    stats_at = memory.shares_at + Uint32(lane.row) * 8
+    to = last_at + thread * (4 * VALUES), stats_at, barriers, phase
+    for row in cutlass.range_constexpr(2):
+        if place.split != row:
+            give(to, lane, state, (row, Uint32(row)))
+    for row in cutlass.range_constexpr(2):
+        if place.split == row:
+            take((addresses, place, lane), to, (*state, sink), (row, last_at, True))
+
+
 @cute.jit
 def merge_two(
     addresses: Any, where: tuple[Any, Any], state: Any, memory: Any, sinks: cutlass.Constexpr
 ) -> None:
     """Send one row's sums to the other thread block, and merge and write the other row."""
     place, lane = where
-    tiles_at, barrier = memory.places.tiles, memory.given
+    tiles_at, barriers = memory.places.tiles, memory.given
     thread = Uint32(lane.half * facts.WARPGROUP + lane.warp * rows.LANES + lane.lane)
     # Expected before the cluster barrier: the first bytes may arrive right after it.
-    shared.expect(barrier, Uint32(GIVEN_BYTES), thread == 0)
+    expect_given(barriers, thread == 0)
     head = ops.minimum(place.head + lane.row + 8 * place.split, place.heads - 1)
     sink = merging.sink_of(addresses.sink, head, sinks)  # it is far away: asked for in time
     cute.arch.cluster_arrive_relaxed()
     cute.arch.cluster_wait()
     # Both blocks are past their last tile: their first tile may be overwritten.
-    at = tiles_at + thread * (4 * VALUES), memory.shares_at + Uint32(lane.row) * 8, barrier
+    stats_at = memory.shares_at + Uint32(lane.row) * 8
+    at = tiles_at + thread * (4 * VALUES), stats_at, barriers, Uint32(0)
     for row in cutlass.range_constexpr(2):
         # Thread block r of two keeps row r of each thread's pair and sends the other.
         if place.split != row:
             give(at, lane, state, (row, Uint32(row)))
-    shared.await_phase(barrier, Uint32(0))
     for row in cutlass.range_constexpr(2):
         if place.split == row:
             # The received sums fill the first tile; results are staged in the second.
-            take((addresses, place, lane), at, (*state, sink), (row, tiles_at + TILE_BYTES))
+            take((addresses, place, lane), at, (*state, sink), (row, tiles_at + TILE_BYTES, False))
 
 
 def value_of(sums: Any, row: int, number: int) -> Any:
@@ -235,59 +284,89 @@ def value_of(sums: Any, row: int, number: int) -> Any:
 
 @cute.jit
 def give(
-    at: tuple[Any, Any, Any], lane: Any, state: tuple[Any, Any, Any], which: tuple[Any, Any]
+    at: tuple[Any, Any, Any, Any], lane: Any, state: tuple[Any, Any, Any], which: tuple[Any, Any]
 ) -> None:
     """Send a row's sums, peak and total to the thread block of that rank."""
     sums, peaks, totals = state
+    sums_at, stats_at, barriers, _ = at
     row, rank = which
+    if (lane.quad == 0) & (lane.half == 0):
+        ptx.give_numbers(stats_at, [peaks[row], totals[row]], barriers, rank)
     for turn in cutlass.range_constexpr(ROUNDS):
         four = [value_of(sums, row, turn * VALUES + i) for i in range(VALUES)]
-        ptx.give_numbers(at[0] + turn * ROW_OF_ROUND, four, at[2], rank)
-    if (lane.quad == 0) & (lane.half == 0):
-        ptx.give_numbers(at[1], [peaks[row], totals[row]], at[2], rank)
+        barrier = barriers + turn // ROUNDS_OF_PART * 8
+        ptx.give_numbers(sums_at + turn * ROW_OF_ROUND, four, barrier, rank)
 
 
 @cute.jit
 def take(
     where: tuple[Any, Any, Any],
-    at: tuple[Any, Any, Any],
+    at: tuple[Any, Any, Any, Any],
     state: tuple[Any, Any, Any, Any],
-    which: tuple[Any, Any],
+    which: tuple[Any, Any, Any],
 ) -> None:
-    """Add up both splits of a row, divide, round once, and write through shared memory."""
+    """Add up both splits of a row, divide, round once, and write through shared memory.
+
+    `which` are the row, where rows are staged, and whether in place of this warp's received sums.
+    """
     addresses, place, lane = where
+    sums_at, stats_at, barriers, phase = at
     sums, peaks, totals, sink = state
-    row, staged_at = which
-    stats = [(peaks[row], totals[row]), tuple(ptx.numbers_at(at[1], 2))]
-    mine = [value_of(sums, row, i) for i in range(ROUNDS * VALUES)]
-    given = [ptx.numbers_at(at[0] + turn * ROW_OF_ROUND, VALUES) for turn in range(ROUNDS)]
-    theirs = [number for four in given for number in four]
-    both = [mine, theirs]
+    row, staged_at, in_place = which
+    ptx.await_phase_of_cluster(barriers, phase)
+    stats = [(peaks[row], totals[row]), tuple(ptx.numbers_at(stats_at, 2))]
     if cutlass.const_expr(row == 1):  # the rank is the row: splits count in their order
-        stats, both = stats[::-1], both[::-1]
-    made, total, largest = added(stats, both)
+        stats = [stats[1], stats[0]]
+    _, total, largest = added(stats, [[], []])
     head = place.head + lane.row + 8 * row
     inverse = merging.inverse_total(total, largest, sink)
     inside = (lane.row + 8 * row < place.of_block) & (head < place.heads)
     if inside & (lane.quad == 0) & (lane.half == 0):
         number = Int64(place.token) * Int64(place.heads) + Int64(head)
         ptx.store_single(addresses.lse + number * 4, merging.lse_of(total, largest))
+    words = []
+    for part in cutlass.range_constexpr(facts.GIVEN_PARTS):
+        if cutlass.const_expr(part > 0):
+            ptx.await_phase_of_cluster(barriers + 8 * part, phase)
+        turns = range(part * ROUNDS_OF_PART, (part + 1) * ROUNDS_OF_PART)
+        mine = [value_of(sums, row, turn * VALUES + i) for turn in turns for i in range(VALUES)]
+        given = [ptx.numbers_at(sums_at + turn * ROW_OF_ROUND, VALUES) for turn in turns]
+        both = [mine, [number for four in given for number in four]]
+        if cutlass.const_expr(row == 1):
+            both = [both[1], both[0]]
+        made, _, _ = added(stats, both)
+        made = [ops.multiply_rn(number, inverse) for number in made]
+        words += [ptx.pair_rounded(made[i], made[i + 1]) for i in range(0, len(made), 2)]
     first = Uint32(lane.half) * (facts.COLUMNS // rows.HALF)
+    if cutlass.const_expr(in_place):
+        cute.arch.sync_warp()
+        warp = Uint32(lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp)
+        staged_at = staged_at + warp * (rows.LANES * 4 * VALUES)
     for block in cutlass.range_constexpr(facts.COLUMNS // 8):
-        pair = [ops.multiply_rn(made[2 * block + i], inverse) for i in range(2)]
-        to = gather.address_in_tile(Uint32(lane.row) + 8 * row, first + block)
-        ptx.store_word(staged_at + to + Uint32(lane.quad) * 4, ptx.pair_rounded(*pair))
+        if cutlass.const_expr(in_place):
+            to = place_of_received(Uint32(lane.lane) // 4, block)
+        else:
+            to = gather.address_in_tile(Uint32(lane.row) + 8 * row, first + block)
+        ptx.store_word(staged_at + to + Uint32(lane.quad) * 4, words[block])
     # A warp wrote its own rows: no wider barrier is needed.
     cute.arch.sync_warp()
     for turn in cutlass.range_constexpr(8):
         within = lane.warp * 16 + 8 * row + turn
         head = place.head + within
         if (within < place.of_block) & (head < place.heads):
-            from_ = gather.address_in_tile(Uint32(within), first + Uint32(lane.lane))
-            words = shared.shared_words(staged_at + from_, 4)
+            if cutlass.const_expr(in_place):
+                from_ = place_of_received(Uint32(turn), Uint32(lane.lane))
+            else:
+                from_ = gather.address_in_tile(Uint32(within), first + Uint32(lane.lane))
+            row_words = shared.shared_words(staged_at + from_, 4)
             number = Int64(place.token) * Int64(place.heads) + Int64(head)
             chunk = number * gather.CHUNKS + Int64(first + Uint32(lane.lane))
-            ptx.store_16(addresses.out + chunk * gather.CHUNK, words)
+            ptx.store_16(addresses.out + chunk * gather.CHUNK, row_words)
+
+
+def place_of_received(row: Any, chunk: Any) -> Any:
+    """Return the byte of a chunk of a warp's row in what this warp has received of eight rounds."""
+    return row * ROW_OF_ROUND + (chunk ^ row) * gather.CHUNK
 
 
 def added(stats: list[Any], both: list[list[Any]]) -> tuple[list[Any], Any, Any]:

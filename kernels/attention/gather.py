@@ -2,8 +2,8 @@
 
 A tile lies in shared memory as wgmma reads it: K along rows, 128-byte swizzle, blocks of 64
 columns. A warp brings 16 rows, or 8 where entries hold codes (eight warps then). BF16 values go by
-cp.async. Codes of the next tile wait in shared memory, each thread reading back only its own, or in
-registers; they are decoded on the way.
+cp.async. E2M1 codes of the next tile wait in shared memory, each thread reading back only its own,
+or in registers, and E4M3 codes in registers alone; they are decoded on the way.
 
 One tile: read its slots two tiles ahead; its addresses, codes and scales one tile ahead; wait for
 the stage to be empty; issue cp.async of BF16 values and attach an arrival of every thread; decode
@@ -125,7 +125,7 @@ class GatheredRows(NamedTuple):
     cache: Any  # address
     values: Any  # offset in pieces
     scales: Any  # offset in units
-    codes: Any  # of scales, where a row has eight: a lane has one of every fourth row
+    codes: Any  # E4M3's scales, a lane one of every fourth row of eight, or eighth row of four
     present: Any  # masks of the warp's rows
     beyond: Any
 
@@ -184,7 +184,7 @@ def chosen(far: Any, there: Any, here: Any) -> Any:
 def rows_of(
     slot: Any, lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], plan: GatherPlan
 ) -> GatheredRows:
-    """Return the addresses of a warp's rows of a tile, and issue reads of eight-byte scales."""
+    """Return the addresses of a warp's rows of a tile, and issue the reads of E4M3's scales."""
     _, of = list_of(lists, tile, widths)
     inside, outside = counts(slot, of.capacity)
     present = Uint32(cute.arch.vote_ballot_sync(inside))
@@ -198,7 +198,8 @@ def rows_of(
             row = lane // UNIT + first
             start = of.cache + Int64(of_row(scales, row)) * UNIT + Int64(lane % UNIT)
             codes += (ptx.scale_if(start, bit(present, row), 1),)
-    return GatheredRows(of.cache, values, scales, codes, present, beyond)
+    found = GatheredRows(of.cache, values, scales, codes, present, beyond)
+    return with_scales(found, plan) if plan.entry.inside else found
 
 
 def bit(mask: Any, place: Any) -> Any:
@@ -272,16 +273,15 @@ def ask_ahead(
     waiting: PendingCodes,
     plan: GatherPlan,
 ) -> None:
-    """Issue the reads of a lane's codes of one turn, and of E2M1's scales."""
+    """Issue the reads of a lane's codes of one turn, and of their scales."""
     row = stands.upper + turn * plan.rows_at_once
     # Absent rows become zeros; surplus lanes issue nothing.
     there = bit(gathered_rows.present, row) & ops.select(stands.active, Uint32(1), Uint32(0))
     values = gathered_rows.cache + Int64(of_row(gathered_rows.values, row)) * CHUNK
     source = values + Int64(stands.chunk) * CHUNK
-    if plan.entry.code_bits == 4:
-        of_scale = gathered_rows.cache + Int64(of_row(gathered_rows.scales, row)) * UNIT
-        of_scale = of_scale + Int64(scale_of_chunk(stands.chunk, plan.entry))
-        waiting.scales[turn] = ptx.scale_if(of_scale, there, 2)
+    of_scale = gathered_rows.cache + Int64(of_row(gathered_rows.scales, row)) * UNIT
+    of_scale = of_scale + Int64(scale_of_chunk(stands.chunk, plan.entry))
+    waiting.scales[turn] = ptx.scale_if(of_scale, there, 2)
     if turn < plan.turns_ahead:
         target = stands.waits_at + turn * plan.turn_bytes
         ptx.copy_16_if(target, source, there * CHUNK, stands.active)
@@ -289,21 +289,6 @@ def ask_ahead(
         first = (turn - plan.turns_ahead) * 4
         for i, word in enumerate(ptx.words_if(source, there, 4)):
             waiting.words[first + i] = word
-
-
-def factors_of_rows(gathered_rows: GatheredRows, entry: EntryFormat) -> list[Any]:
-    """Return the decoded scales of a lane's rows, as BF16 pairs."""
-    return [factors_of(Uint32(code), entry)[0] for code in gathered_rows.codes]
-
-
-def factors_of_turn(
-    of_rows: list[Any], turn: int, stands: LaneCodes, waiting: PendingCodes, plan: GatherPlan
-) -> list[Any]:
-    """Return the factors of a lane's codes in one turn: one for E4M3, two for E2M1."""
-    if plan.entry.code_bits == 4:
-        return factors_of(Uint32(waiting.scales[turn]), plan.entry)
-    lane = turn % ROWS_OF_CODES * UNIT + scale_of_chunk(stands.chunk, plan.entry)
-    return [of_row(of_rows[turn // ROWS_OF_CODES], lane)]
 
 
 def words_of_turn(
@@ -329,10 +314,8 @@ def decoded_turn(
     made = []
     for part in range(parts):
         target = (stands.targets[part] ^ row % 8 * CHUNK) + row * 128
-        factor = factors[0]
-        if len(factors) > 1:
-            upper = (stands.order ^ part) >= parts // 2
-            factor = ops.select(upper, factors[1], factors[0])
+        upper = (stands.order ^ part) >= parts // 2
+        factor = ops.select(upper, factors[1], factors[0])
         made.append((target, decoded(words[part], factor, plan.entry)))
     return made
 
@@ -416,7 +399,6 @@ def bring_queries(of: NextQueries, how: cutlass.Constexpr) -> None:
 
 def prepared_turns(
     following: GatheredRows,
-    factors: list[Any],
     begin: int,
     lane: tuple[LaneCodes, PendingCodes],
     plan: GatherPlan,
@@ -427,7 +409,7 @@ def prepared_turns(
     """
     some = range(begin, min(begin + facts.BATCH, plan.turns))
     words = [words_of_turn(turn, *lane, plan) for turn in some]
-    of_turns = [factors_of_turn(factors, turn, *lane, plan) for turn in some]
+    of_turns = [factors_of(Uint32(lane[1].scales[turn]), plan.entry) for turn in some]
     for turn in some:
         ask_ahead(following, turn, *lane, plan)
     made = []
@@ -464,8 +446,12 @@ def produce(
     walk: tuple[Any, Any, Any],
     places: TileAddresses,
     how: cutlass.Constexpr,
-) -> None:
-    """Bring every tile of a split, each as soon as its stage is empty."""
+    begin: tuple[Any, Any],
+) -> Any:
+    """Bring every tile of a split, each as soon as its stage is empty.
+
+    Begins with a stage and its phase; returns those of the next split.
+    """
     entry, steps = how.entry, walk[2]
     lane, warp = standpoint(how)
     turns = how.turns
@@ -481,8 +467,7 @@ def produce(
     slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths, how)
     for turn in cutlass.range_constexpr(turns):
         ask_ahead(gathered_rows, turn, stands, waiting, how)
-    # Parity 1: the first wait for an empty stage returns at once.
-    stage, phase = Uint32(0), Uint32(1)
+    stage, phase = begin
     for step in cutlass.range(Int32(0), steps, unroll=1):
         tile = tile_of_step(step + 1, walk, widths)
         # Slots are read two tiles ahead, entries one: each load has a tile's time to arrive.
@@ -490,15 +475,14 @@ def produce(
         slot = slot_of(lists, tile_of_step(step + 2, walk, widths), widths, how)
         if cutlass.const_expr(entry.quantised > 0):
             ptx.end_of_copies()  # only this thread reads these codes: no barrier needed
-        factors = factors_of_rows(gathered_rows, entry)
         await_stage(places, (stage, phase), how)
         tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
         full = places.full + stage * (8 * how.parts)
         if cutlass.const_expr(entry.quantised < entry.width):
             copy_values(gathered_rows, tile_at, how)
         arrive_behind_copies(full, how)
-        for begin in cutlass.range_constexpr(0, turns, facts.BATCH):
-            made = prepared_turns(following, factors, begin, (stands, waiting), how)
+        for number in cutlass.range_constexpr(0, turns, facts.BATCH):
+            made = prepared_turns(following, number, (stands, waiting), how)
             store_turns(made, tile_at, stands)
         if lane == 0:
             leave_masks(gathered_rows, places.masks, (stage, warp), how)
@@ -506,6 +490,7 @@ def produce(
         gathered_rows = following
         stage, phase = shared_next(stage, phase)
     ptx.end_of_copies()
+    return stage, phase
 
 
 def leave_masks(
@@ -536,23 +521,24 @@ def shared_next(stage: Any, phase: Any) -> tuple[Any, Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Producer warps for V3.2's keys: 656-byte entries to rows of 576 BF16 values in shared memory.
+# Producer warps where codes are E4M3: V4's entries of 448 of them, V3.2's of 512.
 #
-# An entry holds 512 E4M3 codes, four float32 scales, 64 rotated BF16 values. Tiles of 576 leave no
-# shared memory for waiting codes, so half of a tile's codes wait in registers, one row a warp and
-# turn; each decoded turn makes room for the codes of half a tile later. All of a tile's bytes are
-# prefetched to L2 a tile ahead. A warp's scales lie in a register of its lanes for eight rows: row
-# r, block b in register r // 8, lane 4 (r % 8) + b. Slots, masks, barriers and addresses are those
-# of all other keys.
+# V4's scales lie behind a page's entries, an entry's 64 turned BF16 values behind its codes. V3.2's
+# entry holds 512 codes, four float32 scales, 64 BF16 values. A warp takes a row a turn, a lane its
+# codes 8 l to 8 l + 7 and those 256 further on: two pieces of 16 bytes that meet all banks without
+# selects. Codes of four rows wait in registers; each decoded row makes room for one of four later.
+# All of a tile's bytes are prefetched to L2 a tile ahead. A warp's scales lie in a register of its
+# lanes for four or eight rows: of eight scales r, b in lane 8 (r % 4) + b, of four in lane
+# 4 (r % 8) + b. One row is decoded while the stage is awaited.
+#
+# Trap: a number that is converted where it was read is waited for there. Scales are.
 
 WORDS = 4  # of a lane's 16 bytes of codes
-BLOCKS = 4  # scales of an entry
+BLOCKS = 4  # scales of V3.2's entry
 ROWS_OF_REGISTER = rows.LANES // BLOCKS
-
-
-def waiting_turns(plan: GatherPlan) -> int:
-    """Return the turns of which codes wait in registers."""
-    return plan.turns // 2
+CODES = 8  # of a lane, side by side
+SECOND_CODES = rows.LANES * CODES  # codes to a lane's second eight
+SECOND_BYTES = SECOND_CODES // 64 * BLOCK_BYTES  # and bytes of a tile to their values
 
 
 def with_scales(gathered_rows: GatheredRows, plan: GatherPlan) -> GatheredRows:
@@ -584,87 +570,125 @@ def fetch_rows(gathered_rows: GatheredRows, plan: GatherPlan) -> None:
         ptx.fetch_line_if(start + Int64(offset), there)
 
 
-def scale_of_turn(gathered_rows: GatheredRows, turn: int, chunk: Any) -> Any:
-    """Return the bits of the scale of a lane's 16 codes in a turn."""
-    words = gathered_rows.codes[turn // ROWS_OF_REGISTER]
-    lane = turn % ROWS_OF_REGISTER * BLOCKS + block_of_chunk(chunk)
-    return of_row(words, lane)
+def scales_of_rows(gathered_rows: GatheredRows, entry: EntryFormat) -> list[Any]:
+    """Return a warp's scales: float32 bits, or UE8M0 as BF16 pairs."""
+    if entry.inside:
+        return list(gathered_rows.codes)
+    return [factors_of(Uint32(code), entry)[0] for code in gathered_rows.codes]
 
 
-def block_of_chunk(chunk: Any) -> Any:
-    """Return the index of the scale of a 16-byte chunk of codes."""
-    return chunk // (rows.LANES // BLOCKS)
+def block_of_codes(lane: Any, part: int, entry: EntryFormat) -> Any:
+    """Return the index of the scale of a lane's first or second eight codes of a row."""
+    return lane // (entry.block // CODES) + part * (SECOND_CODES // entry.block)
 
 
-def ask(gathered_rows: GatheredRows, turn: int, stands: LaneCodes, words: Any, place: int) -> None:
-    """Issue the reads of a lane's codes of one turn; zeros for an absent row."""
+def scale_of_turn(scales: list[Any], turn: int, block: Any, entry: EntryFormat) -> Any:
+    """Return a scale of a turn's row."""
+    count = BLOCKS if entry.inside else UNIT
+    at_once = rows.LANES // count
+    return of_row(scales[turn // at_once], turn % at_once * count + block)
+
+
+def ask(gathered_rows: GatheredRows, turn: int, lane: Any, words: Any, place: int) -> None:
+    """Issue the reads of a lane's codes of one row; zeros for an absent row."""
     source = gathered_rows.cache + Int64(of_row(gathered_rows.values, Uint32(turn))) * CHUNK
-    source = source + Int64(stands.chunk) * CHUNK
+    source = source + Int64(lane) * CODES
     there = bit(gathered_rows.present, turn)
-    for i, word in enumerate(ptx.words_if(source, there, WORDS)):
+    for i, word in enumerate(ptx.eight_bytes_twice_if(source, SECOND_CODES, there)):
         words[place * WORDS + i] = word
 
 
-def decode(
-    gathered_rows: GatheredRows, turn: int, stands: LaneCodes, words: Any, tile_at: Any
-) -> None:
-    """Decode a lane's waiting codes of one turn, and write them to the tile."""
-    scale = scale_of_turn(gathered_rows, turn, stands.chunk)
+def values_of_turn(
+    words: Any, scales: list[Any], turn: int, lane: Any, entry: EntryFormat
+) -> list[list[Any]]:
+    """Decode a lane's waiting codes of one row: the words of its first and second eight values."""
     first = turn * WORDS % cute.size(words)
-    waiting = [Uint32(words[first + i]) for i in range(WORDS)]
-    count = WORDS // len(stands.targets)
-    for part, target in enumerate(stands.targets):
-        codes = chosen_part(waiting, stands.order ^ part, count)
-        to = tile_at + (target ^ turn % 8 * CHUNK) + turn * 128
-        shared.store_words(to, e4m3_scaled(codes, scale))
+    made = []
+    for part in range(2):
+        codes = [Uint32(words[first + 2 * part + i]) for i in range(2)]
+        scale = scale_of_turn(scales, turn, block_of_codes(lane, part, entry), entry)
+        made.append(e4m3_scaled(codes, scale) if entry.inside else decoded(codes, scale, entry))
+    return made
+
+
+def store_turn(
+    target: Any, turn: int, lane: Any, made: list[list[Any]], entry: EntryFormat
+) -> None:
+    """Write a lane's values of one row to the tile; V4's row has no codes for the last lanes."""
+    to = (target ^ turn % 8 * CHUNK) + turn * 128
+    shared.store_words(to, made[0])
+    if entry.quantised < rows.WIDTH:
+        taken = lane < (entry.quantised - SECOND_CODES) // CODES
+        ptx.store_16_shared_if(to + SECOND_BYTES, made[1], taken)
+    else:
+        shared.store_words(to + SECOND_BYTES, made[1])
 
 
 @cute.jit
-def produce_with_key(
+def produce_codes(
     lists: tuple[List, List],
     widths: tuple[Any, Any],
     walk: tuple[Any, Any, Any],
     places: TileAddresses,
     how: cutlass.Constexpr,
-) -> None:
-    """Bring every tile of a split, each as soon as its stage is empty."""
+    begin: tuple[Any, Any],
+) -> Any:
+    """Bring every tile of a split as `produce` does, of E4M3 codes."""
     entry = how.entry
     lane, warp = standpoint(how)
-    turns, ahead = how.turns, waiting_turns(how)
-    stands = standing_of(places.codes, how)
+    turns, ahead = how.rows_of_warp, facts.ROWS_AHEAD
     words = cute.make_rmem_tensor(ahead * WORDS, Uint32)
     words.fill(0)
     tile = tile_of_step(Int32(0), walk, widths)
     slot = slot_of(lists, tile, widths, how)
-    gathered_rows = with_scales(rows_of(slot, lists, tile, widths, how), how)
+    gathered_rows = rows_of(slot, lists, tile, widths, how)
     slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths, how)
     for turn in cutlass.range_constexpr(ahead):
-        ask(gathered_rows, turn, stands, words, turn)
+        ask(gathered_rows, turn, lane, words, turn)
     fetch_rows(gathered_rows, how)
-    # Parity 1: the first wait for an empty stage returns at once.
-    stage, phase = Uint32(0), Uint32(1)
+    stage, phase = begin
+    within = address_in_tile(warp * how.rows_of_warp, lane)
     for step in cutlass.range(Int32(0), walk[2], unroll=1):
         tile = tile_of_step(step + 1, walk, widths)
-        following = with_scales(rows_of(slot, lists, tile, widths, how), how)
+        following = rows_of(slot, lists, tile, widths, how)
         fetch_rows(following, how)
         following_tile = tile_of_step(step + 2, walk, widths)
         slot = slot_of(lists, following_tile, widths, how)
-        await_stage(places, (stage, phase), how)
+        scales = scales_of_rows(gathered_rows, entry)
         tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
         full = places.full + stage * (8 * how.parts)
-        copy_values(gathered_rows, tile_at, how)
-        arrive_behind_copies(full, how)
         for turn in cutlass.range_constexpr(turns):
-            decode(gathered_rows, turn, stands, words, tile_at)
+            made = values_of_turn(words, scales, turn, lane, entry)
+            if cutlass.const_expr(turn > 0):
+                store_turn(tile_at + within, turn, lane, made, entry)
             # The registers just decoded are free: refill them for half a tile later.
             later = turn + ahead
             if cutlass.const_expr(later < turns):
-                ask(gathered_rows, later, stands, words, later % ahead)
+                ask(gathered_rows, later, lane, words, later % ahead)
             else:
-                ask(following, later - turns, stands, words, later % ahead)
+                ask(following, later - turns, lane, words, later % ahead)
+            if cutlass.const_expr(turn == 0):
+                await_stage(places, (stage, phase), how)
+                copy_values(gathered_rows, tile_at, how)
+                arrive_behind_copies(full, how)
+                store_turn(tile_at + within, turn, lane, made, entry)
         if lane == 0:
             leave_masks(gathered_rows, places.masks, (stage, warp), how)
         arrive_for_warp(full, lane, how)
         gathered_rows = following
         stage, phase = shared_next(stage, phase)
     ptx.end_of_copies()
+    return stage, phase
+
+
+def way_of(entry: EntryFormat) -> Any:
+    """Return what brings the tiles of a split: by the width of the codes."""
+    return produce_codes if entry.code_bits == facts.E4M3_BITS else produce
+
+
+def first_stage() -> tuple[Any, Any]:
+    """Return the stage and the phase of a thread block's first tile.
+
+    Parity 1: the first wait for an empty stage returns at once.
+    """
+    return Uint32(0), Uint32(1)

@@ -50,6 +50,17 @@ def words_if(address: Any, present: Any, count: int) -> list[Any]:
     return list(emit(text, [Uint32] * count, address, present))
 
 
+def eight_bytes_twice_if(address: Any, distance: int, present: Any) -> list[Any]:
+    """Read eight bytes of global memory twice, so far apart, or zeros."""
+    text = (
+        "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; "
+        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
+        "@there ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}]; "
+        f"@there ld.global.v2.b32 {{{{$w2}}, {{$w3}}}}, [{{$r0}} + {distance}]; }}"
+    )
+    return list(emit(text, [Uint32] * 4, address, present))
+
+
 def word_if(address: Any, present: Any) -> Any:
     """Read a word from global memory, or zero."""
     text = (
@@ -61,9 +72,10 @@ def word_if(address: Any, present: Any) -> Any:
 
 def scale_if(address: Any, present: Any, size: int) -> Any:
     """Read one or two bytes from global memory, or zeros."""
+    # A conversion of what is read would be waited for at once: a latency of memory a tile.
     text = (
-        "{ .reg .pred there; .reg .u16 read; setp.ne.u32 there, {$r1}, 0; mov.u16 read, 0; "
-        f"@there ld.global.u{8 * size} read, [{{$r0}}]; cvt.u32.u16 {{$w0}}, read; }}"
+        "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; mov.b32 {$w0}, 0; "
+        f"@there ld.global.u{8 * size} {{$w0}}, [{{$r0}}]; }}"
     )
     return emit(text, [Uint32], address, present)
 
@@ -235,6 +247,28 @@ def give_numbers(address: Any, numbers: list[Any], barrier: Any, rank: Any) -> N
         f"[there], {{{names}}}, [counts]; }}"
     )
     emit(text, [], address, barrier, rank, *numbers)
+
+
+def arrive_at_rank(barrier: Any, rank: Any, one: Any) -> None:
+    """Arrive with one thread at the barrier of another thread block of the cluster."""
+    text = (
+        "{ .reg .pred one; .reg .b32 there; setp.ne.u32 one, {$r2}, 0; "
+        "mapa.shared::cluster.u32 there, {$r0}, {$r1}; "
+        "@one mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
+    )
+    emit(text, [], barrier, rank, ops.select(one, Uint32(1), Uint32(0)))
+
+
+def await_phase_of_cluster(barrier: Any, phase: Any) -> None:
+    """Wait for a phase in which other thread blocks of the cluster arrive."""
+    text = """{
+    .reg .pred ended;
+    AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [{$r0}], {$r1};
+    @ended bra ENDED;
+    bra AGAIN;
+    ENDED:
+    }"""
+    emit(text, [], barrier, phase)
 
 
 def store_one_of(address: Any, one: list[Any], other: list[Any], first: Any) -> None:

@@ -147,10 +147,9 @@ def attention_kernel(
     lists, widths, walk = hopper.lists_of(addresses, extents, place, form)
     if group == facts.GATHERING_GROUP:
         cute.arch.setmaxregister_decrease(registers.gathering)
-        inside = form.format.inside
-        produce = gather.produce_with_key if inside else gather.produce
         plan = facts.sm100_gather_plan(form.format)
-        produce(lists, widths, walk, memory.places, plan)
+        begin = gather.first_stage()
+        gather.way_of(form.format)(lists, widths, walk, memory.places, plan, begin)
         leave_together(form)
     elif group == facts.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)

@@ -36,6 +36,7 @@ from degarble.kernels.attention.problem import AttentionForm
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.device_words import opaque
 from degarble.kernels.runtime.pdl import follow
 
 NAN = float("nan")
@@ -103,7 +104,7 @@ class Sm90AttentionMemory(NamedTuple):
     shares_at: Any
     counts_at: Any  # float32 [2 warpgroups, 64 rows]: maxima, later totals
     partner_at: Any  # where logits are exchanged
-    given: Any  # the barrier of what another thread block gives, or those of queries
+    given: Any  # the barriers of what another thread block gives, or those of queries
     places: gather.TileAddresses
 
 
@@ -128,9 +129,8 @@ def attention_kernel(
         cute.arch.setmaxregister_decrease(bringing)
         follow()
         lists, widths, walk = lists_of(addresses, extents, place, form)
-        inside = form.format.inside
-        produce = gather.produce_with_key if inside else gather.produce
-        produce(lists, widths, walk, memory.places, plan)
+        begin = gather.first_stage()
+        gather.way_of(form.format)(lists, widths, walk, memory.places, plan, begin)
         stay_for_others(form)
     else:
         cute.arch.setmaxregister_increase(multiplying)
@@ -219,7 +219,7 @@ def begin_barriers(memory: Sm90AttentionMemory, how: cutlass.Constexpr) -> None:
             shared.begin_barrier(memory.places.full + stage * 8, how.arrivals)
             empty = memory.places.full + (facts.STAGES + stage) * 8
             shared.begin_barrier(empty, CONSUMER_THREADS // rows.LANES)
-        shared.begin_barrier(memory.given, 1)
+        exchange.begin_barriers_of_given(memory.given)
         cute.arch.mbarrier_init_fence()
 
 
@@ -244,7 +244,7 @@ def shared_memory(form: AttentionForm) -> Sm90AttentionMemory:
         for at, layout in zip(pointers, layouts, strict=True)
     ]
     counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
-    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES * parts + 1 + form.stays)
+    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES * parts + facts.GIVEN_BARRIERS)
     masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
     queries_at, keys_at, shares_at = (Uint32(at.toint()) for at in pointers)
     codes, partner = (
@@ -359,6 +359,29 @@ def load_queries(q: Any, place: AttentionBlock, queries_at: Any, chunks: int) ->
         source = q + ((first + Int64(kept)) * chunks + Int64(chunk)) * gather.CHUNK
         size = ops.select(exists, Uint32(gather.CHUNK), Uint32(0))
         ptx.copy_16(queries_at + gather.address_in_tile(row, chunk), source, size)
+    await_queries()
+
+
+def begin_queries(q: Any, place: AttentionBlock, queries_at: Any, chunks: int) -> None:
+    """Issue the copies of `load_queries`, a warp those of eight rows: few addresses to hold."""
+    thread, _, _ = cute.arch.thread_idx()
+    thread = Uint32(opaque(thread))
+    first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
+    of_warp, lane = thread // rows.LANES, thread % rows.LANES
+    for turn in range(8 // gather.ROWS_OF_COPY):
+        row = of_warp * 8 + lane // gather.LANES_OF_ROW + gather.ROWS_OF_COPY * turn
+        chunk = lane % gather.LANES_OF_ROW
+        exists = place.head + Int32(row) < place.end
+        kept = ops.select(exists, row, Uint32(0))
+        source = q + ((first + Int64(kept)) * chunks + Int64(chunk)) * gather.CHUNK
+        size = ops.select(exists, Uint32(gather.CHUNK), Uint32(0))
+        at = queries_at + gather.address_in_tile(row, chunk)
+        for block in range(chunks // gather.LANES_OF_ROW):
+            ptx.copy_16_at((at, block * gather.BLOCK_BYTES), (source, block * 128), size)
+
+
+def await_queries() -> None:
+    """Wait for the queries of all threads that multiply."""
     ptx.end_of_copies()
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=CONSUMER_THREADS)
@@ -410,10 +433,16 @@ def consume(
             weigh(memory, lane, (logits, own_shares), state, (to_powers, stage), entry)
             begin_sums(lane, pairs[1], stage)
             following = gather.shared_next(stage, phase)
-            begin_products(memory, pairs[0], following)
             # Trap: were the sums under way where the loop begins anew, ptxas would wait for each.
-            warpgroup.wait_group(1)
-            give_back(memory, lane, stage)
+            if cutlass.const_expr(entry.code_bits == facts.E4M3_BITS):
+                begin_products(memory, pairs[0], following)
+                warpgroup.wait_group(1)
+                give_back(memory, lane, stage)
+            else:
+                # Not behind the next tile's coming: of BF16 entries 5 % of decoding.
+                warpgroup.wait_group(0)
+                give_back(memory, lane, stage)
+                begin_products(memory, pairs[0], following)
             stage, phase = following
         warpgroup.wait_group(0)
         weigh(memory, lane, (logits, own_shares), state, (to_powers, stage), entry)

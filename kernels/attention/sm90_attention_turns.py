@@ -13,7 +13,10 @@ unit busy.
   every thread when its copies land, and every warp where masks come with it; `empty[stage][part]`,
   4 arrivals: the warps of the warpgroup that has these columns.
 * Warpgroups 2 and 3 where entries hold codes (gather.py): both parts of a stage at once; every
-  thread and warp arrives at both.
+  thread and warp arrives at both. They are slower than products, so warpgroup 1 adds the first
+  tile before it has logits, while the second one is decoded. Clusters of two splits go on to
+  further tokens and groups of heads: queries are copied and tiles brought while sums are
+  exchanged, and the last tile is given back behind that (exchange.merge_and_stay).
 * In prefill warpgroup 2 brings queries as well, and is ahead of the end of a token: `given` holds
   two barriers, queries that have come (every thread's copies) and queries that nobody reads any
   more (8 arrivals, a warp's behind its last logits). Rows leave by way of the shares of second
@@ -67,8 +70,15 @@ def turns_kernel(
     memory = base.shared_memory(form)
     plan = facts.plan_of(form)
     begin_barriers(memory, plan, form)
-    cute.arch.sync_threads()
-    if cutlass.const_expr(form.stays):
+    if cutlass.const_expr(form.pairs_stay):
+        # The other block arrives at barriers of this one long before it ends.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
+    if cutlass.const_expr(form.pairs_stay):
+        many_pairs(addresses, extents, (memory, plan, group), scale, form)
+    elif cutlass.const_expr(form.stays):
         many_items(addresses, extents, (memory, plan, group), scale, form)
     else:
         one_item(addresses, extents, (memory, plan, group), scale, form)
@@ -117,7 +127,8 @@ def one_item(
         lists, widths, walk = base.lists_of(addresses, extents, place, form)
         pairs = (walk[2] + 1) // 2
         even = walk[0], walk[1], 2 * pairs, walk[2]
-        gather.produce_with_key(lists, widths, even, memory.places, plan)
+        begin = gather.first_stage()
+        gather.produce_codes(lists, widths, even, memory.places, plan, begin)
         base.stay_for_others(form)
     else:
         cute.arch.setmaxregister_increase(multiplying)
@@ -127,10 +138,86 @@ def one_item(
         _, _, walk = base.lists_of(addresses, extents, place, form)
         pairs = (walk[2] + 1) // 2
         state = base.state_of(form)
-        add_pairs(memory, lane, (pairs, Uint32(0)), state, (scale, form.format))
+        add_pairs(memory, lane, (pairs, Uint32(0)), state, (scale, form))
         # Found again, as the compiler cannot know: no register holds it meanwhile.
         place = base.place_of(extents, opaque)
         base.finish(addresses, (place, lane), state, memory, form)
+
+
+def pairs_of(extents: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+    """Return a cluster's first item, their number, the distance to its next one, and the rank."""
+    tokens, heads, *_, of_block = extents
+    items = tokens * ((heads + of_block - 1) // of_block)
+    block = Int32(cute.arch.block_idx()[0])
+    return block // 2, items, Int32(cute.arch.grid_dim()[0]) // 2, block % 2
+
+
+@cute.jit
+def many_pairs(
+    addresses: base.AttentionAddresses,
+    extents: tuple[Any, ...],
+    standing: tuple[Any, cutlass.Constexpr, Any],
+    scale: Float32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Attend with tokens and groups of heads, one after the other, a split of each: decoding."""
+    thread, _, _ = cute.arch.thread_idx()
+    memory, plan, group = standing
+    multiplying, bringing = facts.registers_in_turns(plan)
+    first, items, distance, rank = pairs_of(extents)
+    if group >= facts.CONSUMERS:
+        cute.arch.setmaxregister_decrease(bringing)
+        follow()
+        at = gather.first_stage()
+        for item in cutlass.range(first, items, distance, unroll=1):
+            place = base.place_of_item(item * 2 + rank, extents)
+            lists, widths, walk = base.lists_of(addresses, extents, place, form)
+            even = walk[0], walk[1], 2 * ops.maximum((walk[2] + 1) // 2, 1), walk[2]
+            at = gather.produce_codes(lists, widths, even, memory.places, plan, at)
+    else:
+        cute.arch.setmaxregister_increase(multiplying)
+        lane = base.lane_of(group, thread)
+        follow()
+        attend_pairs(addresses, extents, (memory, lane), scale, form)
+
+
+@cute.jit
+def attend_pairs(
+    addresses: base.AttentionAddresses,
+    extents: tuple[Any, ...],
+    standing: tuple[Any, Any],
+    scale: Float32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Attend with every token and group of this cluster, in the warpgroups that multiply.
+
+    A split without tiles has a pair that lies beyond every list, as many last tiles do.
+    """
+    memory, lane = standing
+    chunks = form.width // rows.HALF
+    first, items, distance, rank = pairs_of(extents)
+    base.begin_queries(
+        addresses.q, base.place_of_item(first * 2, extents), memory.queries_at, chunks
+    )
+    state = base.state_of(form)
+    phase, turn = Uint32(0), Uint32(0)
+    at = memory.places.tiles + facts.TILE * form.width * 2  # the last tile's place
+    for item in cutlass.range(first, items, distance, unroll=1):
+        base.await_queries()  # and both warpgroups are done with the totals before
+        place = base.place_of_item(item * 2 + rank, extents)
+        _, _, walk = base.lists_of(addresses, extents, place, form)
+        pairs = ops.maximum((walk[2] + 1) // 2, 1)
+        add_pairs(memory, lane, (pairs, phase), state, (scale, form))
+        phase = phase ^ (Uint32(pairs) & 1)
+        if item + distance < items:
+            # Nobody reads queries any more: share_totals has barriers.
+            following = base.place_of_item((item + distance) * 2, extents)
+            base.begin_queries(addresses.q, following, memory.queries_at, chunks)
+        # Found again, as the compiler cannot know: no register holds it meanwhile.
+        place = base.place_of_item(opaque(item) * 2 + rank, extents)
+        exchange.merge_and_stay(addresses, (place, lane), state, memory, (at, turn), form.sinks)
+        give_back(memory, lane, (1, lane.half))
+        turn = turn ^ 1
 
 
 @cute.jit
@@ -185,7 +272,7 @@ def attend_items(
         sinks = base.sinks_of(addresses, place, lane, form.sinks)  # in time for the end
         _, _, walk = base.lists_of(addresses, extents, place, form)
         pairs = (walk[2] + 1) // 2
-        add_pairs(memory, lane, (pairs, phase, memory.given + 8), state, (scale, form.format))
+        add_pairs(memory, lane, (pairs, phase, memory.given + 8), state, (scale, form))
         phase = phase ^ (Uint32(pairs) & 1)
         # Found again, as the compiler cannot know: no register holds it meanwhile.
         place = base.place_of_item(opaque(item), extents)
@@ -210,7 +297,7 @@ def begin_barriers(memory: Any, how: cutlass.Constexpr, form: cutlass.Constexpr)
                 empty = full + facts.STAGES * PARTS * 8
                 shared.begin_barrier(empty, facts.WARPGROUP // rows.LANES)
         if cutlass.const_expr(form.together == exchange.TOGETHER):
-            shared.begin_barrier(memory.given, 1)
+            exchange.begin_barriers_of_given(memory.given)
         if cutlass.const_expr(form.stays):
             # Queries have come: every thread's copies; and nobody reads them: a warp each.
             shared.begin_barrier(memory.given, how.threads)
@@ -259,7 +346,8 @@ def first_of_pairs(
     given: tuple[Any, cutlass.Constexpr],
 ) -> None:
     """Weigh the first tile of every pair; add both tiles to the output's first columns."""
-    scale, entry = given
+    scale, form = given
+    entry = form.format
     pairs, phase, *queries = walk
     of_logits, of_sums = fragments(memory, lane, entry)
     # Logits are taken to base 2: exp(scale * x) = exp2(scale * log2(e) * x).
@@ -279,7 +367,8 @@ def first_of_pairs(
     give_queries_back(queries, lane, True)
     first_turn(memory, lane, (of_logits[1], of_sums), state, (to_powers, entry))
     warpgroup.wait_group(0)
-    give_back(memory, lane, (1, 0))
+    if cutlass.const_expr(not form.pairs_stay):
+        give_back(memory, lane, (1, 0))
 
 
 @cute.jit
@@ -317,31 +406,52 @@ def second_of_pairs(
     given: tuple[Any, cutlass.Constexpr],
 ) -> None:
     """Weigh the second tile of every pair; add both tiles to the output's other columns."""
-    scale, entry = given
+    scale, form = given
+    entry = form.format
     pairs, phase, *queries = walk
     of_logits, (of_registers, own, output, values) = fragments(memory, lane, entry)
     sums = state[0]
     theirs, _ = shares_of(memory, 0, output, entry)
     _, own_at = shares_of(memory, 1, output, entry)
     to_powers = ops.multiply_rn(scale, merging.LOG2_E)
+    of_first = (output, theirs), (sums, values)
     for pair in cutlass.range(Int32(0), pairs, unroll=1):
+        if cutlass.const_expr(entry.code_bytes > 0):
+            # While the second tile is decoded: its stage comes last, the first tile's is wanted.
+            cute.arch.barrier(barrier_id=FIRST, number_of_threads=base.CONSUMER_THREADS)
+            shared.await_phase(memory.places.full + 8, phase)  # it has come: warpgroup 0 had it
+            cute.arch.fence_proxy("async.shared", space="cta")
+            add_first(memory, lane, state, of_first)
+            warpgroup.wait_group(0)
+            give_back(memory, lane, (0, 1))
         begin_logits(memory, of_logits, (1, phase), 0)
         begin_logits(memory, of_logits, (1, phase), 1)
         warpgroup.wait_group(0)
         give_queries_back(queries, lane, pair + 1 == pairs)
-        cute.arch.barrier(barrier_id=FIRST, number_of_threads=base.CONSUMER_THREADS)
-        rescale_where(sums, taken_peaks(memory, lane, state, 0))
-        add_tile(output, sums, theirs[None, None, None, 0], (values, 0))
+        if cutlass.const_expr(entry.code_bytes == 0):
+            cute.arch.barrier(barrier_id=FIRST, number_of_threads=base.CONSUMER_THREADS)
+            add_first(memory, lane, state, of_first)
         factors = weigh(memory, lane, (of_logits[1], own), state, (to_powers, own_at, 1))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=SECOND, number_of_threads=base.CONSUMER_THREADS)
-        warpgroup.wait_group(0)
-        give_back(memory, lane, (0, 1))
+        if cutlass.const_expr(entry.code_bytes == 0):
+            warpgroup.wait_group(0)
+            give_back(memory, lane, (0, 1))
         rescale_where(sums, factors)
         add_tile(of_registers, sums, own, (values, 1))
         warpgroup.wait_group(0)
-        give_back(memory, lane, (1, 1))
+        # Where pairs stay, the last one's stage is given back behind the merge.
+        given_back = pair + 1 < pairs if form.pairs_stay else True
+        give_back(memory, lane, (1, 1), given_back)
         phase = phase ^ 1
+
+
+@cute.jit
+def add_first(memory: Any, lane: Any, state: tuple[Any, ...], of: tuple[Any, Any]) -> None:
+    """Take the peaks of a pair's first tile, and begin to add it by the other's shares."""
+    (output, theirs), (sums, values) = of
+    rescale_where(sums, taken_peaks(memory, lane, state, 0))
+    add_tile(output, sums, theirs[None, None, None, 0], (values, 0))
 
 
 @cute.jit
@@ -380,12 +490,13 @@ def add_tile(mma: Any, sums: Any, shares: Any, of: tuple[Any, cutlass.Constexpr]
     warpgroup.commit_group()
 
 
-def give_back(memory: Any, lane: Any, of: tuple[int, int]) -> None:
-    """Arrive at the empty barrier of a stage's part: this warp reads it no more."""
+def give_back(memory: Any, lane: Any, of: tuple[int, Any], given: Any = True) -> None:
+    """Arrive at the empty barrier of a stage's part, if `given`: this warp reads it no more."""
     stage, part = of
     cute.arch.sync_warp()
-    number = (facts.STAGES + stage) * PARTS + part
-    shared.arrive(memory.places.full + number * 8, lane.lane == 0)
+    at = memory.places.full + (facts.STAGES + stage) * PARTS * 8 + Uint32(part) * 8
+    one = lane.lane == 0
+    shared.arrive(at, one if given is True else one & given)
 
 
 def give_queries_back(queries: list[Any], lane: Any, last: Any) -> None:

@@ -155,8 +155,8 @@ def _numbers(of: LaunchContext[AttentionProblem, AttentionForm]) -> tuple[Any, .
     splits, each = facts.choose_splits(problem), facts.tiles_each(problem)
     heads = facts.heads_of_block(problem) if of.form.target == SM90A.name else facts.HEADS
     blocks = facts.grid(problem, heads)
-    if of.form.stays:
-        blocks = min(blocks, of.processors)
+    if of.form.stays or of.form.pairs_stay:
+        blocks = min(blocks, of.processors // of.form.together * of.form.together)
     extents = (problem.tokens, problem.heads, splits, each, *of_lists, heads, blocks)
     return extents, problem.scale
 

@@ -110,7 +110,7 @@ FAULTS = (
     Fault("merging kernel without rescaling", _MERGE, "factor_of", _first_only, _APART),
     Fault("mask of -1 dropped", _KERNEL, "hide", _nothing, _WHOLE),
     Fault("running peak without rescaling", _KERNEL, "rescale", _nothing, _STEEP),
-    Fault("scale of the next group", _GATHER, "scale_of_chunk", _next_group, _WHOLE),
+    Fault("scale of the next group", _GATHER, "block_of_codes", _next_group, _WHOLE),
     Fault("scales of the next blocks of 16", _GATHER, "scale_of_chunk", _two_further, _NVFP4),
     Fault("list one too long", _GATHER, "within", _one_more, _LENGTHS),
     Fault("list one too short", _GATHER, "within", _one_less, _WHOLE),
@@ -128,12 +128,16 @@ _OF_V32_WHOLE = replace(_OF_V32, splits=1, near=200)
 _WITH_KEY = "degarble.kernels.attention.gather"
 
 
-def _first_block(_true: Any, chunk: Any) -> Any:
-    return chunk * 0
+def _first_block(_true: Any, lane: Any, _part: int, _entry: Any) -> Any:
+    return lane * 0
 
 
-def _row_before(true: Any, found: Any, turn: int, chunk: Any) -> Any:
-    return true(found, max(0, turn - 1), chunk)
+def _first_half(true: Any, lane: Any, _part: int, entry: Any) -> Any:
+    return true(lane, 0, entry)
+
+
+def _row_before(true: Any, scales: Any, turn: int, block: Any, entry: Any) -> Any:
+    return true(scales, max(0, turn - 1), block, entry)
 
 
 def _without_key(true: Any, width: int) -> Any:
@@ -141,7 +145,8 @@ def _without_key(true: Any, width: int) -> Any:
 
 
 FAULTS_OF_V32 = (
-    Fault("one scale for all blocks", _WITH_KEY, "block_of_chunk", _first_block, _OF_V32),
+    Fault("one scale for all blocks", _WITH_KEY, "block_of_codes", _first_block, _OF_V32),
+    Fault("scales of the first half", _WITH_KEY, "block_of_codes", _first_half, _OF_V32_WHOLE),
     Fault("scale of the row before", _WITH_KEY, "scale_of_turn", _row_before, _OF_V32_WHOLE),
     Fault("stages of values 512 wide", _KERNEL, "layout_of_values", _without_key, _OF_V32_WHOLE),
     Fault("a turned key left out", _GATHER, "copy_values", _nothing, _OF_V32_WHOLE),
@@ -178,11 +183,20 @@ def _one_chunk(true: Any, row: Any, chunk: Any) -> Any:
     return true(row, chunk * 0)
 
 
+def _queries_of_first(true: Any, q: Any, place: Any, at: Any, chunks: int) -> None:
+    true(q, place._replace(token=place.token * 0), at, chunks)
+
+
 # More tokens than thread blocks that run at a time: some go on to a second one.
+_PAIRS_STAY = replace(_OF_V32, tokens=100)
 _STAYS = replace(_PREFILL, tokens=140, entry="bf16")
 FAULTS_IN_TURNS = (
     Fault("queries of the first token", _GATHER, "bring_queries", _first_token, _STAYS),
     Fault("columns on their way in one place", _KERNEL, "staged_place", _one_chunk, _STAYS),
+    Fault("queries of the first token in decoding", _KERNEL, "begin_queries", _queries_of_first,
+          _PAIRS_STAY),
+    Fault("columns of two splits in one place", _EXCHANGE, "place_of_received", _one_chunk,
+          _PAIRS_STAY),
     Fault("mask of -1 dropped in turns", _KERNEL, "hide", _nothing, _PREFILL),
     Fault("own peaks without rescaling", _TURNS, "rescale_where", _nothing, _STEEP_PREFILL),
     Fault("taken peaks without rescaling", _TURNS, "taken_peaks", _no_factors, _STEEP_PREFILL),

@@ -180,7 +180,13 @@ def _products_of(kernel: CompiledKernel) -> list[str]:
     return re.findall(r"wgmma\.mma_async\S+?\.(m\d+n\d+k\d+)\.", kernel.ptx)
 
 
+def _reads_are_not_converted(kernel: CompiledKernel) -> None:
+    """Scales are read to whole registers: a conversion would be waited for where it is read."""
+    assert not re.search(r"ld\.global\.u(8|16)\s+(?!%r\d)", kernel.ptx)
+
+
 def _products_of_v4(kernel: CompiledKernel, form: AttentionForm) -> None:
+    _reads_are_not_converted(kernel)
     entry, products = form.format, _products_of(kernel)
     # A tile's products are written twice each: before a loop or behind it, and in it.
     halved, columns = facts.halved(entry), facts.columns_at_once(entry)
@@ -305,6 +311,8 @@ def cases_of_v32() -> list[checks.Case]:
     cases += [replace(V32, splits=n, near=700, lengths=True, seed=n) for n in (1, 2, 3, 9, 32)]
     cases += [replace(V32, spread="flat", mode=mode) for mode in facts.MODES]
     cases += [replace(V32, tokens=9, lengths=True), replace(V32, tokens=300, near=70, heads=24)]
+    # Two splits, one token after the other; of lengths that some of them have no tile of.
+    cases += [replace(V32, tokens=150, near=1300, heads=100, lengths=n) for n in (False, True)]
     of_prompt = replace(V32, tokens=300, near=300, heads=70, mode="prefill", entry="bf16")
     cases += [of_prompt, replace(of_prompt, lengths=True, gaps=0.4)]
     return cases

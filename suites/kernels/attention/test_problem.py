@@ -108,7 +108,7 @@ def test_lanes_take_every_code_of_a_tile_once(entry: EntryFormat) -> None:
         )
         assert plan.rows_at_once * entry.code_bytes <= 32 * 16
         in_registers = plan.turns - plan.turns_ahead
-        if entry.inside:  # they wait in registers, half of a tile's at a time
+        if entry.code_bits == facts.E4M3_BITS:  # in registers, half of a tile's at a time
             assert plan.turns_ahead == plan.ahead_bytes == 0
         else:
             assert 0 <= in_registers <= (1 if plan.warpgroups == 1 else 3)

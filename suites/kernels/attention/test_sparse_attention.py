@@ -14,7 +14,7 @@ from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention.problem import MergeProblem
 from degarble.kernels.primitives import kv_problem as rows
-from degarble.kernels.primitives.kv_problem import ENTRIES
+from degarble.kernels.primitives.kv_problem import ENTRIES, entry_format
 from degarble.references import attention, numerics
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels.attention import attention_checks as checks
@@ -66,6 +66,27 @@ def test_sinks_and_lists_that_a_family_lacks_are_refused() -> None:
     without: dict[str, Any] = checks.operands_of(checks.drawn(of_v4, "cpu")) | {"sink": None}
     with pytest.raises(InvalidArgument, match="sinks"):
         kernels.KERNEL.run(of_v4.problem, SETTINGS, **without)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-v32"])
+def test_lanes_have_the_scales_of_their_codes_and_meet_all_banks(name: str) -> None:
+    gather = import_module("degarble.kernels.attention.gather")
+    entry = entry_format(name, WIDTH if name in OF_V32 else rows.WIDTH)
+    taken: list[int] = []
+    for part in range(2):
+        for lane in range(32):
+            first = lane * gather.CODES + part * gather.SECOND_CODES
+            if first < entry.quantised:
+                assert gather.block_of_codes(lane, part, entry) == first // entry.block
+                taken += range(first, first + gather.CODES)
+    assert taken == [*range(entry.quantised)]
+    for row in range(8):
+        at = [int(gather.address_in_tile(row, lane)) for lane in range(32)]
+        # A quarter of a warp meets all banks, and codes 256 further on lie SECOND_BYTES further on.
+        assert all(len({i % 128 for i in at[k : k + 8]}) == 8 for k in range(0, 32, 8))
+        assert [int(gather.address_in_tile(row, lane + 32)) for lane in range(32)] == [
+            i + gather.SECOND_BYTES for i in at
+        ]
 
 
 def test_numbers_beyond_the_gates_are_detected() -> None:

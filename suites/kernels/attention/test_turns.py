@@ -37,6 +37,25 @@ def test_a_fault_of_the_barriers_is_found(fault: str) -> None:
     assert found
 
 
+def test_every_interleaving_of_two_splits_reads_what_it_means() -> None:
+    for seed in range(60):
+        drawn = random.Random(seed)
+        count = drawn.randint(1, 4)
+        first, second = ([drawn.randint(1, 4) for _ in range(count)] for _ in range(2))
+        model.run_pairs((first, second), seed)
+
+
+@pytest.mark.parametrize("fault", model.FAULTS_OF_PAIRS)
+def test_a_fault_of_two_splits_is_found(fault: str) -> None:
+    found = 0
+    for seed in range(20):
+        try:
+            model.run_pairs(([2, 1], [1, 2]), seed, fault)
+        except AssertionError:
+            found += 1
+    assert found
+
+
 @pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
 def test_a_thread_block_in_turns_has_room(entry: EntryFormat) -> None:
     held = facts.memory_in_turns(entry)
@@ -101,6 +120,7 @@ def test_decoding_of_v32_goes_in_turns_by_whole_pairs() -> None:
         problem = decoding(7, heads, splits)
         form = facts.choose_form(problem, SM90A.name)
         assert (form.turns, form.stays, form.together) == (True, False, together)
+        assert form.pairs_stay == (together == facts.PAIR)
         assert facts.tiles_each(problem) == each
         assert facts.choose_form(replace(problem, tokens=4096), SM90A.name) == form
         assert not facts.choose_form(problem, SM100A.name).turns
@@ -115,7 +135,8 @@ def test_a_form_that_reads_otherwise_is_refused() -> None:
     for problem, form in zip((small, large), forms[::-1], strict=True):
         with pytest.raises(InvalidArgument, match="form of attention"):
             kernels.KERNEL.numbers(LaunchContext(problem, form, None, 0, {}))
-    usual, chosen = decoding(1, 64), facts.choose_form(decoding(1, 64), SM90A.name)
+    usual = decoding(1, 64, 3)
+    chosen = facts.choose_form(usual, SM90A.name)
     assert chosen.page == usual.window.pages.entries == facts.USUAL_PAGE
     other = KeyList(2048, Pages("fp8-v32", 32, 64, width=rows.WITH_KEY))
     assert facts.choose_form(replace(usual, window=other), SM90A.name).page == 0

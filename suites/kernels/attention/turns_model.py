@@ -3,9 +3,10 @@
 Two warpgroups and the producers are generators; a step is whatever may happen before another one
 goes on. Products read from where they are issued to where they are waited for. Every read must find
 the tile that it is meant for, and nothing may be written while it is read. The shares of a pair's
-first tile lie over its turned key, as in V3.2. A thread block stays for several items: queries come
-by barriers of their own, and rows leave by way of the shares of second tiles. It is our model, not
-the compiled kernel.
+first tile lie over its turned key, as in V3.2. A thread block stays for several items. In prefill
+queries come by barriers of their own, and rows leave by way of the shares of second tiles. In
+decoding two thread blocks have a split each; sums of the other one come to the last tile's place.
+It is our model, not the compiled kernel.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ FAULTS = (
     "queries given back under their products",
     "rows leave by way of first tiles' shares",
     "no barrier behind an item",
+)
+FAULTS_OF_PAIRS = (
+    "a part given back under its products",
+    "one arrival too few",
+    "the last tile given back in front of the merge",
+    "sums sent before there is room",
+    "queries begun under their products",
+    "no barrier in front of an item",
 )
 MOST_STEPS = 100_000
 
@@ -86,6 +95,9 @@ class ModelledBlock:
     first: NamedBarrier = field(default_factory=NamedBarrier)
     second: NamedBarrier = field(default_factory=NamedBarrier)
     both: NamedBarrier = field(default_factory=NamedBarrier)
+    ready: PhasedBarrier = field(default_factory=lambda: PhasedBarrier(1))
+    given: PhasedBarrier = field(default_factory=lambda: PhasedBarrier(facts.CONSUMERS))
+    other: ModelledBlock | None = None  # of the cluster
 
     def __post_init__(self) -> None:
         # One arrival stands for a warpgroup's, and for those of all producers.
@@ -272,11 +284,165 @@ def producers(block: ModelledBlock, items: list[int]) -> Steps:
             turn += 1
 
 
+# ---- decoding: two thread blocks that stay -------------------------------------------------------
+
+LAST = ((1, 0), (1, 1))  # where the last tile of a split is
+
+
+def merge(block: ModelledBlock, own: int, item: int) -> Steps:
+    """Exchange totals; bring the next queries; exchange sums with the other thread block."""
+    yield from meet(block)
+    block.write(f"counts {own}", ("total", item))
+    yield from meet(block)
+    yield
+    block.check(f"counts {1 - own}", ("total", item))
+    if block.fault != FAULTS_OF_PAIRS[4]:
+        block.write("queries", item + 1)
+    yield
+    other = block.other
+    assert other is not None
+    if own == 0:
+        other.ready.arrive()
+    while block.fault != FAULTS_OF_PAIRS[3] and not block.ready.ended(item % 2):
+        yield
+    for place in LAST:
+        other.write(place, ("sums", item))
+    yield
+    other.given.arrive()
+    while not block.given.ended(item % 2):
+        yield
+    for place in LAST:
+        block.check(place, ("sums", item))
+    yield
+    for place in LAST:
+        block.check(place, ("sums", item))
+    if block.fault != FAULTS_OF_PAIRS[2]:
+        block.empty[LAST[own]].arrive()
+
+
+def first_that_decodes(block: ModelledBlock, items: list[int]) -> Steps:
+    """Weigh first tiles that others decode."""
+    groups: Groups = []
+    turn = 0
+    for item, pairs in enumerate(items):
+        if block.fault != FAULTS_OF_PAIRS[5]:
+            yield from meet(block)  # queries have come
+        for pair in range(pairs):
+            first, second, last = (item, 2 * pair), (item, 2 * pair + 1), pair + 1 == pairs
+            yield from logits(block, groups, (0, 0), first, turn % 2)
+            if pair:
+                block.wait(groups, 1)
+                block.empty[1, 0].arrive()
+            yield from logits(block, groups, (0, 1), first, turn % 2)
+            if last and block.fault == FAULTS_OF_PAIRS[4]:
+                block.write("queries", item + 1)
+            yield
+            block.wait(groups, 0)
+            block.write("shares 0", first)
+            block.write("counts 0", first)
+            yield
+            block.first.arrive()
+            block.issue(groups, [((0, 0), first)])
+            yield
+            block.wait(groups, 0)
+            if block.fault != FAULTS_OF_PAIRS[1]:
+                block.empty[0, 0].arrive()
+            entered = block.second.arrive()
+            while block.second.turn == entered:
+                yield
+            block.check("counts 1", second)
+            block.issue(groups, [*((half, second) for half in SECOND_SHARES), ((1, 0), second)])
+            turn += 1
+            yield
+        block.wait(groups, 0)
+        if block.fault == FAULTS_OF_PAIRS[2]:
+            block.empty[1, 0].arrive()
+        yield from merge(block, 0, item)
+
+
+def second_that_decodes(block: ModelledBlock, items: list[int]) -> Steps:
+    """Weigh second tiles; first tiles are added while second ones are decoded."""
+    groups: Groups = []
+    turn = 0
+    for item, pairs in enumerate(items):
+        if block.fault != FAULTS_OF_PAIRS[5]:
+            yield from meet(block)
+        for pair in range(pairs):
+            first, second, last = (item, 2 * pair), (item, 2 * pair + 1), pair + 1 == pairs
+            entered = block.first.arrive()
+            while block.first.turn == entered:
+                yield
+            block.check("counts 0", first)
+            block.issue(groups, [("shares 0", first), ((0, 1), first)])
+            if block.fault == FAULTS_OF_PAIRS[0]:
+                block.empty[0, 1].arrive()
+            yield
+            block.wait(groups, 0)
+            if block.fault != FAULTS_OF_PAIRS[0]:
+                block.empty[0, 1].arrive()
+            for part in range(2):
+                yield from logits(block, groups, (1, part), second, turn % 2)
+            yield
+            block.wait(groups, 0)
+            for half in SECOND_SHARES:
+                block.write(half, second)
+            block.write("counts 1", second)
+            yield
+            block.second.arrive()
+            block.issue(groups, [((1, 1), second)])
+            yield
+            block.wait(groups, 0)
+            if not last or block.fault == FAULTS_OF_PAIRS[2]:
+                block.empty[1, 1].arrive()
+            turn += 1
+        yield from merge(block, 1, item)
+
+
+def decoders(block: ModelledBlock, items: list[int]) -> Steps:
+    """Decode both tiles of every pair, both parts of a stage at once."""
+    turn = 0
+    for item, pairs in enumerate(items):
+        for pair, stage in product(range(pairs), range(facts.STAGES)):
+            parts = [(stage, part) for part in range(facts.PARTS)]
+            for at in parts:
+                while not block.empty[at].ended(1 - turn // 2 % 2):
+                    yield
+            for at in parts:
+                block.write(at, (item, 2 * pair + stage))
+            if stage == 0:
+                block.write("shares 0", None)  # the turned key
+            yield
+            for at in parts:
+                block.full[at].arrive()
+            yield
+            turn += 1
+
+
+def run_pairs(items: tuple[list[int], list[int]], seed: int, fault: str = "") -> None:
+    """Run one interleaving of a cluster, whose splits have so many pairs; raise where it fails."""
+    blocks = [ModelledBlock(fault) for _ in items]
+    blocks[0].other, blocks[1].other = blocks[1], blocks[0]
+    for block in blocks:
+        block.write("queries", 0)
+    go_on(
+        [
+            role(block, of_split)
+            for block, of_split in zip(blocks, items, strict=True)
+            for role in (first_that_decodes, second_that_decodes, decoders)
+        ],
+        seed,
+    )
+
+
 def run(items: list[int], seed: int, fault: str = "") -> None:
     """Run one interleaving, of items of so many pairs; raise AssertionError where it goes wrong."""
-    drawn = random.Random(seed)
     block = ModelledBlock(fault)
-    roles = [role(block, items) for role in (first_warpgroup, second_warpgroup, producers)]
+    go_on([role(block, items) for role in (first_warpgroup, second_warpgroup, producers)], seed)
+
+
+def go_on(roles: list[Steps], seed: int) -> None:
+    """Let one role after the other take a step, in drawn order, until all have ended."""
+    drawn = random.Random(seed)
     speeds = {role: drawn.choice((1, 1, 5, 20)) for role in roles}
     for _ in range(MOST_STEPS):
         if not roles:

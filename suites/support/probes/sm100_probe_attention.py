@@ -81,10 +81,9 @@ def probe_kernel(
     if group == facts.GATHERING_GROUP:
         cute.arch.setmaxregister_decrease(registers.gathering)
         if cutlass.const_expr(part == "load"):
-            inside = form.format.inside
-            produce = gather.produce_with_key if inside else gather.produce
             plan = facts.sm100_gather_plan(form.format)
-            produce(lists, widths, walk, memory.places, plan)
+            begin = gather.first_stage()
+            gather.way_of(form.format)(lists, widths, walk, memory.places, plan, begin)
     elif group == facts.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)
         if cutlass.const_expr(part == "multiply"):
