@@ -595,12 +595,12 @@ def test_matrices_of_several_parts_are_multiplied_by_groups(
     def of_two(matrix: torch.Tensor) -> torch.Tensor:
         return torch.cat([matrix, torch.zeros_like(matrix)], 1)
 
-    decoder.layers = [
+    decoder.layers = tuple(
         replace(
             of, attn=replace(of.attn, key=of_two(of.attn.key), value=of_two(of.attn.value))
         )
         for of in decoder.layers
-    ]  # fmt: skip
+    )  # fmt: skip
     bound = decoder_v32_opened.logits_model.bound
     made = decoder_v32_said(DecoderLogitsModel(bound, decoder))
     assert torch.equal(made, decoder_v32_one_by_one)
