@@ -636,7 +636,7 @@ def produce_codes(
     """Bring every tile of a split as `produce` does, of E4M3 codes."""
     entry = how.entry
     lane, warp = standpoint(how)
-    turns, ahead = how.rows_of_warp, facts.ROWS_AHEAD
+    turns, ahead = how.rows_of_warp, how.ahead
     words = cute.make_rmem_tensor(ahead * WORDS, Uint32)
     words.fill(0)
     tile = tile_of_step(Int32(0), walk, widths)

@@ -298,6 +298,7 @@ class GatherPlan:
     warpgroups: int
     space: int  # bytes of shared memory in which codes of the next tile may wait
     parts: int = 1  # of a stage, each with barriers of its own
+    ahead: int = ROWS_AHEAD  # rows of a warp, whose E4M3 codes wait in registers
 
     @property
     def threads(self) -> int:
@@ -430,7 +431,9 @@ def memory_in_turns(entry: EntryFormat) -> SharedMemory:
 
 def plan_of(form: AttentionForm) -> GatherPlan:
     """Return how a form brings tiles on Hopper."""
-    return (plan_in_turns if form.turns else gather_plan)(form.format)
+    plan = (plan_in_turns if form.turns else gather_plan)(form.format)
+    # V4's forms with lengths would spill 8 bytes with four rows.
+    return replace(plan, ahead=2) if form.lengths and not form.turns else plan
 
 
 def shared_memory(entry: EntryFormat) -> SharedMemory:
