@@ -10,6 +10,8 @@ Steps of K are taken in order, sixteen at a time, so every bit is that of sm90_g
   values behind them, as simt_latent_query does.
 * `decoded`: a warp has 16 neighbouring sums of a token, a block of NVFP4, in eight lanes; they are
   quantised and decoded there, as simt_quantise_nvfp4 does.
+* splits (`at_once`): x is not copied. Behind the wait each thread merges four values of a token, as
+  simt_attention_merge does, and writes them in the swizzle that a copy would have.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
 graph. Shape letters: T tokens, H heads, N columns, K inner.
@@ -260,7 +262,10 @@ def launch_heads(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch on the extents T, H, N, K, width, width of out, positions, thread blocks of a head."""
+    """Launch on nine extents.
+
+    T, H, N, K, width, width of out, positions, thread blocks of a head, splits.
+    """
     tokens, heads, columns, inner, width, out_width, positions, parts, splits = extents
     inner, width = (cute.assume(extent, divby=facts.STEP) for extent in (inner, width))
     x, heads_words, weight, out, out_words, *more = pointers

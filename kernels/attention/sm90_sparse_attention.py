@@ -255,5 +255,6 @@ KERNEL = Kernel[AttentionProblem, AttentionForm](
     before=_ready,
     after=_merged,
 )
-SPLITS = replace(KERNEL, after=nothing_more)  # leaves splits that are to be merged apart
+# Leaves splits that are to be merged apart: `out` and `lse` are not written.
+SPLITS = replace(KERNEL, after=nothing_more)
 compile_form = KERNEL.compile_form

@@ -220,11 +220,13 @@ WRONG_GUESSES: dict[str, Callable[[Any, Any, Any], Any]] = {
 def _wrong_guesses() -> None:
     """Launch every kernel that guesses before its wait (runtime/pdl), each guess a wrong one."""
     words = "degarble.kernels.primitives.device_words"
+    few = heads_checks.Case("keys", kv_problem.TOKENS_GUESSED, 5, heads_checks.KEYS, seed=3)
     guessing = {  # where a kernel guesses, and what launches it
         "simt_compressor": (module_of("simt_compressor"), _compressed_one_by_one),
         "simt_paged_pool": (module_of("simt_paged_pool"), _pooled_one_by_one),
         "simt_qnorm_rope": (words, _few_turned_heads),
         "simt_latent_query": (words, partial(_latent_queries, kv_problem.TOKENS_GUESSED)),
+        heads_checks.KERNEL: (words, partial(heads_checks.launched, few)),
     }
     for (name, (place, launch)), wrong in product(guessing.items(), WRONG_GUESSES.values()):
         module, kernels = import_module(place), import_module(module_of(name))
@@ -432,7 +434,13 @@ GROUPS = {
     "paged_pool": Group(_paged_pool, ("simt_paged_pool",)),
     "wrong guesses": Group(
         _wrong_guesses,
-        ("simt_compressor", "simt_paged_pool", "simt_qnorm_rope", "simt_latent_query"),
+        (
+            "simt_compressor",
+            "simt_paged_pool",
+            "simt_qnorm_rope",
+            "simt_latent_query",
+            heads_checks.KERNEL,
+        ),
     ),
     "streams": Group(_streams, ("simt_mhc", "simt_mhc_project")),
     "joined": Group(_joined, joined_checks.KERNELS),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.base.errors import ShapeMismatch
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.kernels.attention import heads_problem as facts
 from degarble.kernels.attention.heads_problem import HeadsProblem
 from degarble.kernels.attention.problem import MERGED_AT_ONCE
 from degarble.kernels.runtime.modules import module_of
 from degarble.suites.kernels.attention import heads_checks as checks
+from degarble.suites.kernels.memory_checks import WRONG_GUESSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 KEYS, VALUES = HeadsProblem(1, 128, *checks.KEYS, 9), HeadsProblem(1, 128, *checks.VALUES)
 ROW = 2 * facts.STEP  # bytes of a row in a box
 MODULE = module_of(checks.KERNEL)
+DEVICE_WORDS = "degarble.kernels.primitives.device_words"
 
 
 def test_thread_blocks_share_a_head_evenly() -> None:
@@ -44,10 +47,14 @@ def test_thread_blocks_share_a_head_evenly() -> None:
 def test_rows_of_keys_have_their_turned_part_and_values_have_none() -> None:
     assert (KEYS.out_width, VALUES.out_width) == (576, 128)
     assert (KEYS.steps, VALUES.steps) == (2, 8)
-    assert KEYS.bytes_moved == 2 * 128 * (512 * 128 + 128 + 576)
+    # The turned 64 are read and written.
+    assert KEYS.bytes_moved == 2 * 128 * (512 * 128 + 128 + 64 + 576)
+    assert VALUES.bytes_moved == 2 * 128 * (128 * 512 + 512 + 128)
+    sums_and_peaks = 4 * 3 * (512 + 2)
+    assert replace(VALUES, splits=3).bytes_moved == 128 * (2 * (128 * 512 + 128) + sums_and_peaks)
 
 
-@pytest.mark.parametrize("splits", range(2, 33))
+@pytest.mark.parametrize("splits", range(1, 33))
 def test_a_form_merges_all_splits_at_once(splits: int) -> None:
     form = facts.choose_form(replace(VALUES, splits=splits), "sm_90a")
     assert form.at_once == min(each for each in MERGED_AT_ONCE if each >= splits)
@@ -61,6 +68,30 @@ def test_a_form_merges_all_splits_at_once(splits: int) -> None:
 def test_what_does_not_fit_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ShapeMismatch, match="grouped product"):
         replace(VALUES, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("problem", "wrong", "error", "says"),
+    [
+        (VALUES, {"heads": 0}, ShapeMismatch, "heads"),
+        (VALUES, {"columns": 0}, ShapeMismatch, "columns of a head"),
+        (VALUES, {"inner": 0}, ShapeMismatch, "that are multiplied"),
+        (VALUES, {"inner": -64}, ShapeMismatch, "that are multiplied"),
+        (KEYS, {"positions": -1}, ShapeMismatch, "table of turns"),
+        (KEYS, {"decoded": True}, InvalidArgument, "keys alone"),
+        (KEYS, {"splits": 4}, InvalidArgument, "keys alone"),
+        (KEYS, {"width": 128}, ShapeMismatch, "whole heads"),
+        (VALUES, {"splits": -1}, InvalidArgument, "0 to 32"),
+        (VALUES, {"splits": 33}, InvalidArgument, "0 to 32"),
+        (VALUES, {"splits": 2, "width": 576}, ShapeMismatch, "simt_attention_merge"),
+        (VALUES, {"splits": 2, "inner": 448, "width": 448}, ShapeMismatch, "simt_attention_merge"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(
+    problem: HeadsProblem, wrong: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=f"(?i){says}"):
+        replace(problem, **wrong)
 
 
 def test_merged_values_lie_where_a_copy_of_them_would() -> None:
@@ -93,6 +124,10 @@ def _half_as_large(true: Any, largest: Any, decoding: Any) -> Any:
     return true(largest * 0.5, decoding)
 
 
+def _next_position(true: Any, table: Any, turn: Any, place: Any, *more: Any) -> None:
+    true(table, turn, (place[0] + 1, place[1]), *more)
+
+
 def _nothing(_true: Any, *_given: Any) -> None:
     return None
 
@@ -100,7 +135,7 @@ def _nothing(_true: Any, *_given: Any) -> None:
 FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "columns eight further": ("put_pair", _halves_exchanged, "values"),
     "turned part left out": ("turn_part", _nothing, "keys"),
-    "a wrong guess believed": ("correct_turn", _nothing, "keys"),
+    "turned by the next position": ("correct_turn", _next_position, "keys"),
     "merged values unswizzled": ("put_shared", _chunk_beside, "merged"),
     "values not merged": ("merge_rows", _nothing, "merged and decoded"),
     "scale of half the largest": ("coded_scale", _half_as_large, "decoded"),
@@ -124,6 +159,24 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) 
     assert not checks.mismatch(case)
     _anew(monkeypatch, name, instead)
     assert checks.mismatch(case)
+
+
+@pytest.mark.needs("cutlass")
+@pytest.mark.h200
+@pytest.mark.parametrize("believed", [False, True])
+def test_a_wrong_guess_counts_only_where_it_is_believed(
+    believed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions lie in memory long before, so no guess is wrong of itself."""
+    case = checks.Case("keys", 4, 5, checks.KEYS, seed=3)
+    assert not checks.mismatch(case)  # and what it is compared with is compiled as it is
+    words, kernels = import_module(DEVICE_WORDS), import_module(MODULE)
+    one_more = partial(WRONG_GUESSES["one more"], words.guessed)
+    monkeypatch.setattr(words, "guessed", one_more)
+    if believed:
+        monkeypatch.setattr(words, "wrong_guess", lambda number, guess: (number != guess) & False)
+    monkeypatch.setattr(kernels, "KERNEL", replace(kernels.KERNEL))
+    assert bool(checks.mismatch(case)) == believed
 
 
 @pytest.mark.needs("cutlass")
