@@ -80,6 +80,10 @@ class GemvProblem:
     spared: int = 0  # multiprocessors left to launches on other branches of a graph
 
     def __post_init__(self) -> None:
+        if self.spared < 0:
+            raise InvalidArgument(
+                "multiprocessors spared", self.spared, "0 or more", "0 takes all of them."
+            )
         if (self.turned > 0) != (self.positions > 0):
             raise InvalidArgument(
                 "positions of the table of turns", self.positions,
@@ -200,14 +204,19 @@ def steps(problem: GemvProblem, walk: GemvWalk) -> int:
 
 
 def grid(problem: GemvProblem, walk: GemvWalk, processors: int) -> tuple[int, int]:
-    """Return the thread blocks of a group, and the groups: one block a multiprocessor at most."""
+    """Return the thread blocks of a group, and the groups.
+
+    No more than a walk's blocks a multiprocessor that is not spared, of which at most a quarter
+    are; but one block a group, and as many as it takes where each warp has one bundle (`once`).
+    """
     bundles: int = ceil_div(problem.columns, walk.together)
     rounds = bundles // walk.warps if problem.decoded else bundles
     if walk.exact:  # no warp without a bundle
         rounds = ceil_div(bundles, walk.warps)
     if walk.once:
         return rounds, problem.groups
-    places = (processors - problem.spared) * walk.blocks
+    spared = min(problem.spared, processors // 4)
+    places = (processors - spared) * walk.blocks
     return min(rounds, max(1, places // problem.groups)), problem.groups
 
 

@@ -335,6 +335,12 @@ def gemv_cases() -> list[GemvCase]:
         (1536, 7168, 0),
         (8192, 1536, 0),
         (2049, 1536, 24),
+        (1500, 3584, 0),
+        (300, 14_336, 0),
+        (2048, 12_288, 0),
+        # Just below whole steps.
+        (255, 4088, 0),
+        (258, 7160, 0),
     )
     cases += [
         GemvCase(GemvProblem(1, n, k, "bf16", spared=spared), "rows") for n, k, spared in walked

@@ -290,7 +290,8 @@ TACTICS: Mapping[str, Callable[[Any, str], str]] = {
         f"{p.groups} groups{', turned back' if p.turned else ''}, {p.scales}"
     ),
     "sm90_latent_heads": lambda p, _: (
-        f"{p.heads} heads{', turned' if p.positions else ''}{', decoded' if p.decoded else ''}"
+        f"{p.heads} heads{', turned' if p.positions else ''}"
+        f"{f', {p.splits} splits merged' if p.splits else ''}{', decoded' if p.decoded else ''}"
     ),
     ORDER: lambda p, _: f"order of rows, tiles of {p.tactic.rows}",
     GATHER: lambda p, _: f"rows quantised, tiles of {p.tactic.rows}",

@@ -431,6 +431,21 @@ def test_walks_of_whole_turns_serve_plain_products_alone() -> None:
     assert not choose_gemv_form(GemvProblem(2, 256, 7168), "sm_90a").walk.exact
 
 
+@pytest.mark.parametrize(("processors", "left"), [(132, 100), (78, 59), (16, 12), (3, 3), (1, 1)])
+def test_a_product_spares_a_quarter_of_the_multiprocessors_at_most(
+    processors: int, left: int
+) -> None:
+    problem = GemvProblem(1, 24_576, 1536, spared=32)
+    walk = choose_gemv_form(problem, "sm_90a").walk
+    assert grid(problem, walk, processors) == (left * walk.blocks, 1)
+    assert grid(replace(problem, spared=0), walk, processors) == (processors * walk.blocks, 1)
+
+
+def test_fewer_multiprocessors_than_none_are_not_spared() -> None:
+    with pytest.raises(InvalidArgument, match="spared"):
+        GemvProblem(1, 24_576, 1536, spared=-1)
+
+
 def test_a_product_that_spares_multiprocessors_lets_the_next_launch_follow_late() -> None:
     for spared in (0, 24):
         form = choose_gemv_form(GemvProblem(1, 24_576, 1536, spared=spared), "sm_90a")
