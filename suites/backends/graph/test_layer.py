@@ -580,6 +580,32 @@ def test_heads_of_few_rows_are_multiplied_by_one_launch(
     assert not launched & {"sm90_gemm_grouped", "simt_latent_query"}
 
 
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_querys_product_of_one_row_spares_processors_for_the_choice_of_keys(
+    decoder_v32_opened: OpenModel, lanes: int
+) -> None:
+    """The indexer's product is launched before it, whose thread blocks would keep it waiting."""
+    launched: list[tuple[int, int]] = []  # where weights lie, and what is spared
+
+    def seen(_kernel: str, problem: Any, given: dict[str, Any]) -> None:
+        of = given.get("weight", given.get("b"))
+        if of is not None:
+            launched.append((of.data_ptr(), getattr(problem, "spared", 0)))
+
+    decoder = decoder_of(decoder_v32_opened, seen, lanes=lanes, products=FEW_ROWS)
+    bound = decoder_v32_opened.logits_model.bound
+    DecoderLogitsModel(bound, decoder).next_logits([Sequence()], [torch.tensor([SPOKEN[0]])])
+    sparing = {place for place, spared in launched if spared}
+    attentions = [layer.attn for layer in decoder.layers]
+    of_queries = [attention.wq_b.operands["b"].data_ptr() for attention in attentions]
+    assert sparing == (set(of_queries) if lanes == 1 else set())
+    assert sum(spared > 0 for _, spared in launched) == len(sparing)
+    places = [place for place, _ in launched]
+    for attention, of_query in zip(attentions, of_queries, strict=True):
+        of_keys = attention.indexer.wq_b.operands["b"].data_ptr()
+        assert places.index(of_keys) < places.index(of_query)
+
+
 @pytest.mark.slow
 def test_matrices_of_several_parts_are_multiplied_by_groups(
     decoder_v32_opened: OpenModel, decoder_v32_one_by_one: torch.Tensor
