@@ -155,6 +155,8 @@ def feed_units(
             stage = memory.ring + at * facts.STAGE_BYTES
             copy_unit(views, (*place, Uint32(round_)), (stage, barrier), form)
             at, phase = next_place(at, phase, form.stages)
+        # No barrier is needed here: each copy begins with elect.sync, in which the lanes meet, so
+        # all of them have seen the last stage become free when lane 0 arrives.
         ptx.arrive(memory.turns + mine * 8, lane == 0)
         turn = turn ^ 1
         if cutlass.const_expr(form.early):

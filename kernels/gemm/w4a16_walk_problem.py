@@ -105,6 +105,8 @@ def form_of(
     parts = product.PARTS // 2 if half else product.PARTS
     rounds = rounds_of(problem.columns)
     whole = problem.columns == rounds * parts * product.STEP
+    # From a unit to the warp's next one, feed_units passes one matrix's end at most.
+    assert tiles_of_matrix(problem.outputs) // (WARPS // parts) >= LOADING
     return W4A16WalkForm(
         products, parts, rounds, whole, STAGES, RESIDENT, source, limit, places, early, SM90A.name
     )

@@ -166,7 +166,10 @@ def _all_but_who_loads_wait(kernel: CompiledKernel, form: Any) -> None:
     lets = [each.start() for each in re.finditer("griddepcontrol.launch_dependents", text)]
     assert len(waits) == 1 + len(lets) == 3 - form.whole
     assert all(wait < let for wait, let in zip(waits[1:], lets, strict=True))
-    begins = [0, text.index("st.global.b16") + 1]
+    # Who loads waits for its turn, a free stage, and sums; early also for the stage before.
+    stored = text.index("st.global.b16")
+    assert text[:stored].count("mbarrier.try_wait") == 3 + form.early
+    begins = [0, stored + 1]
     begins += [text.rindex("st.shared.f32", 0, wait) for wait in waits[2:]]
     plain = ("st.global", "ld.global.f32", "ld.global.b32", "ld.global.v")
     for begin, wait in zip(begins, waits, strict=True):
