@@ -129,7 +129,7 @@ def require_early_reads_alone(ptx: str, weights: int, *, guesses: bool = False) 
         early += 1
         assert before.count("ld.global") == weights
         assert guesses or _GUESS not in before
-        assert _GUESS not in behind
+        assert _GUESS not in behind, _GUESS
         for access in _ACCESSES[1:]:
             assert access not in before, access
     assert early
@@ -140,6 +140,7 @@ def parted_by_its_waits(kernel: str) -> tuple[str, str]:
 
     Thread blocks of different work may wait at different places.
     """
+    assert "brx." not in kernel  # branches by a table
     lines = [line.strip() for line in kernel.splitlines()]
     labels = {line[:-1]: at for at, line in enumerate(lines) if _LABEL.fullmatch(line)}
     waits = [at for at, line in enumerate(lines) if _WAIT in line]
@@ -154,7 +155,8 @@ def parted_by_its_waits(kernel: str) -> tuple[str, str]:
                 target = _BRANCH.search(lines[at])
                 if target:
                     starts.append(labels[target[1]])
-                if lines[at].startswith(("bra", "ret")):
+                # Labels of inline text are local to it: what follows such a loop is reached.
+                if (target and lines[at].startswith("bra")) or lines[at].startswith("ret"):
                     break
                 at += 1
         found.append("\n".join(lines[at] for at in sorted(seen)))

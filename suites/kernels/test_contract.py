@@ -84,6 +84,8 @@ $L__BB0_3:
 st.global.b32 [%rd3], %r2;
 ret;
 }}"""
+LOOP = "@p bra ENDED;\nbra AGAIN;\nENDED:\n"  # of inline text
+GUESS = "ld.relaxed.gpu.global.b32 %r2, [%rd2];"
 NOTHING, READS = "mov.b32 %r3, 0;", "ld.global.b32 %r3, [%rd4];"
 
 
@@ -100,6 +102,11 @@ def test_what_each_branch_reads_before_its_wait_is_counted() -> None:
     early = TWO_WAITS.format(first=NOTHING, second="bra.uni $L__BB0_3;")
     with pytest.raises(AssertionError, match=re.escape("st.global")):
         require_early_reads_alone(early, 1)
+    require_early_reads_alone(TWO_WAITS.format(first=LOOP + READS, second=NOTHING), 2)
+    late = TWO_WAITS.format(first=NOTHING, second=NOTHING)
+    late = late.replace("ld.global.b32 %r2, [%rd2];", LOOP + GUESS)
+    with pytest.raises(AssertionError, match=re.escape("ld.relaxed")):
+        require_early_reads_alone(late, 1)
 
 
 def test_a_night_finds_the_cases_of_each_kernel() -> None:
