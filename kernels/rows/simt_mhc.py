@@ -200,12 +200,12 @@ def line_factors(
 
 
 @cute.jit
-def told_factors(powers: list[list[Any]], told: tuple[Any, Any], lane: Any) -> tuple[Any, Any]:
+def shared_factors(powers: list[list[Any]], numbers: tuple[Any, Any], lane: Any) -> tuple[Any, Any]:
     """Return what line_factors returns; each of a token's four lanes divides a column.
 
-    `told` is iterations and epsilon. Lanes tell each other their factors times the scale.
+    `numbers` is iterations and epsilon. Lanes exchange their factors times the scale.
     """
-    iterations, epsilon = told
+    iterations, epsilon = numbers
     stream = lane % STREAMS
     first = lane - stream
     column = [own_of(row, stream) for row in powers]
@@ -268,18 +268,18 @@ def store_gates(tensor: Any, place: tuple[Any, Any], numbers: list[Any], form: M
 
 
 def rows_of_mix(
-    logits: list[list[Any]], streams: list[Any], told: tuple[Any, Any], form: MhcMixForm
+    logits: list[list[Any]], streams: list[Any], numbers: tuple[Any, Any], form: MhcMixForm
 ) -> list[list[Any]]:
-    """Return a lane's rows of a token's mix from their logits; told: iterations, epsilon.
+    """Return a lane's rows of a token's mix from their logits; `numbers`: iterations, epsilon.
 
     Each lane has all powers of its token. It divides all rows, whose divisors need no reciprocal,
     and of four lanes one column, of two lanes all.
     """
-    iterations, epsilon = told
+    iterations, epsilon = numbers
     own = [facts.softmax_row(of_stream, epsilon, PROCESSOR) for of_stream in logits]
     powers = of_token(own, cute.arch.lane_idx(), form.lanes)
     if cutlass.const_expr(form.lanes == STREAMS and not form.ends_early):
-        rShares, rFactors = told_factors(powers, told, cute.arch.lane_idx())
+        rShares, rFactors = shared_factors(powers, numbers, cute.arch.lane_idx())
     else:
         rShares, rFactors = line_factors(powers, iterations, epsilon, form)
     return [

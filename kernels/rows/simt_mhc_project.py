@@ -589,15 +589,23 @@ def sum_turned(
         for quarter in cutlass.range_constexpr(2):
             squares = squares_added(squares, read[2 * half + quarter])
         for part in cutlass.range_constexpr(BF16_PARTS - 1, -1, -1):
-            weights = weights_of_step(slot, half, part, form)
-            for quarter in cutlass.range_constexpr(2):
-                words = read[2 * half + quarter]
-                for tile in cutlass.range_constexpr(tiles):
-                    sums = [Float32(rSums[i, tile]) for i in range(OF_TILE)]
-                    sums = multiplied(sums, weights[tile][quarter], words)
-                    for i in cutlass.range_constexpr(OF_TILE):
-                        rSums[i, tile] = sums[i]
+            add_part_turned(slot, (rSums, read), (half, part), form)
     leave_lines(rSums, squares, (lane, *line), form)
+
+
+@cute.jit
+def add_part_turned(
+    slot: Any, operands: tuple[Any, Any], of: cutlass.Constexpr, form: cutlass.Constexpr
+) -> None:
+    """Add 32 values of K of all tokens; `of`: which half of a piece, which part of the weight."""
+    (rSums, read), (half, part) = operands, of
+    weights = weights_of_step(slot, half, part, form)
+    for quarter in cutlass.range_constexpr(2):
+        for tile in cutlass.range_constexpr(len(weights)):
+            sums = [Float32(rSums[i, tile]) for i in range(OF_TILE)]
+            sums = multiplied(sums, weights[tile][quarter], read[2 * half + quarter])
+            for i in cutlass.range_constexpr(OF_TILE):
+                rSums[i, tile] = sums[i]
 
 
 @cute.jit
@@ -664,6 +672,7 @@ def joined_kernel(
         sum_turned(slot, read, (shared.lines + warp * of_line, tokens), form)
     cute.arch.sync_threads()
     if warp < tokens:
+        # Columns that no line has are given too: an addition makes no NaN of EMPTY's bits.
         found = [
             ops.select(
                 group * form.in_group + number < pieces,

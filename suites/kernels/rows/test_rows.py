@@ -351,8 +351,11 @@ def test_errors_of_the_projection_are_detected(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.h200
-def test_a_group_that_a_cluster_adds_twice_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, case = kernels_of("simt_mhc_project"), mhc_project_checks.Case(2, 4096)
+@pytest.mark.parametrize("kind", ["layer", "head"])
+def test_a_group_that_a_cluster_adds_twice_is_detected(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, case = kernels_of("simt_mhc_project"), mhc_project_checks.Case(2, 4096, kind)
     true = module.awaited
     assert not mhc_project_checks.mismatch(case)
     monkeypatch.setattr(module, "awaited", lambda *given: [true(*given)[1], *true(*given)[1:]])
