@@ -10,7 +10,7 @@ here), earlier rows from the ring that the sequence carries.
   entries [W, E], the position for RoPE (the window's first), and the cache slot, -1 where the
   window does not close.
   Of few windows with one token a sequence one more thread block writes position and slot, and for
-  windows of 128 keeps the token's row (`tell_apart`).
+  windows of 128 keeps the token's row (`write_slot_and_row`).
 * `keep_kernel`: then writes the newest rows into every ring, after all windows have read them (PDL
   wait). With one token a sequence `pool_kernel` does both.
 
@@ -438,19 +438,22 @@ def of_warps(shared: Any, channel: Any) -> list[Any]:
 
 
 @cute.jit
-def tell_slot(tensors: PoolTensors, told: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Write position and slot; `told`: window, sequence, last position, closes, page, columns."""
-    window, sequence, last, closes, entries, columns = told
+def write_slot(tensors: PoolTensors, numbers: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Write position and slot.
+
+    `numbers`: window, sequence, last position, closes, entries of a page, columns.
+    """
+    window, sequence, last, closes, entries, columns = numbers
     asked = ask_for_page(tensors, (sequence, last, closes, entries, columns), form)
     put_slot(tensors, (window, last, closes, entries), asked, form)
 
 
 @cute.jit
 def ask_for_page(
-    tensors: PoolTensors, told: tuple[Any, ...], form: cutlass.Constexpr
+    tensors: PoolTensors, numbers: tuple[Any, ...], form: cutlass.Constexpr
 ) -> tuple[Any, Any]:
     """Return the page of a window's entry, -1 for none, and its row there; nothing waits here."""
-    sequence, last, closes, entries, columns = told
+    sequence, last, closes, entries, columns = numbers
     entry = last // form.ratio
     column, page = entry // entries, Int32(facts.NO_PLACE)
     if closes & (column < columns):
@@ -460,10 +463,10 @@ def ask_for_page(
 
 @cute.jit
 def put_slot(
-    tensors: PoolTensors, told: tuple[Any, ...], asked: tuple[Any, Any], form: cutlass.Constexpr
+    tensors: PoolTensors, numbers: tuple[Any, ...], asked: tuple[Any, Any], form: cutlass.Constexpr
 ) -> None:
-    """Write position and slot; `told`: window, last position, closes, entries of a page."""
-    window, last, closes, entries = told
+    """Write position and slot; `numbers`: window, last position, closes, entries of a page."""
+    window, last, closes, entries = numbers
     page, within = asked
     first = Int64(last - (form.ratio - 1))
     slot = Int64(page) * Int64(entries) + Int64(within)
@@ -513,7 +516,7 @@ def pool_new_rows(
                 choose_rows(registers, carried, place, (last - back, part, carries), form)
             pool_window(tensors, registers, shared, (window, part, chunk, within), form)
         if (group == 0) & (thread == 0):
-            tell_slot(tensors, (window, sequence, last, closes, entries, columns), form)
+            write_slot(tensors, (window, sequence, last, closes, entries, columns), form)
     elif (group == 0) & (thread == 0):
         tensors.slots[window] = Int64(facts.NO_PLACE)
         tensors.positions[window] = Int64(0)
@@ -536,7 +539,7 @@ def pool_alone(  # noqa: PLR0915  in the order in which it waits
     _, _, rings, entries, columns = extents
     part, within = form.place_of(thread)
     chunk = group * form.vectors(form.channels) + within
-    tells, carried = (group == 0) & (thread == form.threads - 1), row_registers(form)
+    writes, carried = (group == 0) & (thread == form.threads - 1), row_registers(form)
     kept = [kept_registers(form) for _ in range(form.columns // form.width)]
     biases = [rBias for _, _, rBias in kept]
 
@@ -597,18 +600,18 @@ def pool_alone(  # noqa: PLR0915  in the order in which it waits
     add_biases(kept, form)
     if closes:
         correct_carried_rows(carried, kept[-1], place, (first, part, carries), form)
-    keeping = (part == 0) & carries, kept, place, chunk
-    telling = tells, closes, Int32(rPage[0]), entries, columns
+    row = KeptRow((part == 0) & carries, kept, place, chunk)
+    slot = FoundSlot(writes, closes, Int32(rPage[0]), entries, columns)
     # Trap: beside the sums of several parts their registers would be spilled.
     if cutlass.const_expr(form.parts > 1):
-        keep_and_tell(tensors, keeping, telling, form)
+        keep_row_and_put_slot(tensors, row, slot, form)
     if closes:
         if cutlass.const_expr(form.spread):
             pool_spread(tensors, carried, shared, (window, part, chunk, within), form)
         else:
             pool_window(tensors, carried, shared, (window, part, chunk, within), form)
     if cutlass.const_expr(form.parts == 1):
-        keep_and_tell(tensors, keeping, telling, form)
+        keep_row_and_put_slot(tensors, row, slot, form)
 
 
 def listed_page(start: Any, numbers: tuple[Any, Any, Any], form: PoolForm) -> Any:
@@ -646,24 +649,37 @@ def add_biases(kept: list[Any], form: PoolForm) -> None:
             rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
 
 
-@cute.jit
-def keep_and_tell(
-    tensors: PoolTensors,
-    keeping: tuple[Any, ...],
-    telling: tuple[Any, ...],
-    form: cutlass.Constexpr,
-) -> None:
-    """Write columns of the token's row, and position and slot, what no other block writes.
+class KeptRow(NamedTuple):
+    """A thread's columns of the row of a sequence's only token."""
 
-    `keeping`: whether, registers, place, chunk; `telling`: whether, closes, page, entries, columns.
-    """
-    keeps_row, kept, place, chunk = keeping
-    tells, closes, page, entries, columns = telling
+    wanted: Any  # whether this thread writes them
+    kept: Any  # registers
+    place: Any
+    chunk: Any
+
+
+class FoundSlot(NamedTuple):
+    """What the slot of a sequence's only window follows from."""
+
+    wanted: Any  # whether this thread writes it
+    closes: Any
+    page: Any
+    entries: Any  # of a page
+    columns: Any  # of the table
+
+
+@cute.jit
+def keep_row_and_put_slot(
+    tensors: PoolTensors, row: KeptRow, slot: FoundSlot, form: cutlass.Constexpr
+) -> None:
+    """Write columns of the token's row, and position and slot, what no other block writes."""
+    keeps_row, kept, place, chunk = row
+    writes, closes, page, entries, columns = slot
     if cutlass.const_expr(form.turns_of_row == 0):  # noqa: SIM102  the first is settled when traced
         if keeps_row:
             keep_row(tensors, kept, place, chunk, form)
     if cutlass.const_expr(not form.few):  # noqa: SIM102  as above
-        if tells:
+        if writes:
             within, listed = place_in_page(place.start, (entries, columns), form)
             found = ops.select(closes & listed, page, Int32(facts.NO_PLACE))
             put_slot(tensors, (place.begin, place.start, closes, entries), (found, within), form)
@@ -672,7 +688,10 @@ def keep_and_tell(
 def keep_row(
     tensors: PoolTensors, kept: list[Any], place: SequenceRows, chunk: Any, form: PoolForm
 ) -> None:
-    """Write a thread's columns of the token's row into the ring; `chunk` as above."""
+    """Write a thread's columns of the token's row into the ring; `chunk` as above.
+
+    Another thread block may read that row in the same launch: its value is replaced or not used.
+    """
     of_row, of_gate, of_entry = of_rows(form)
     held = place.ring * form.ring_rows + place.start % form.ring_rows
     for half, (rLatent, rGate, _) in enumerate(kept):
@@ -682,7 +701,7 @@ def keep_row(
 
 
 @cute.jit
-def tell_apart(
+def write_slot_and_row(
     tensors: PoolTensors, extents: Any, numbers: tuple[Any, Any], form: cutlass.Constexpr
 ) -> None:
     """Write position and slot of the window of a sequence's only token, and of 128 keep its row.
@@ -760,7 +779,7 @@ def pool_kernel(tensors: PoolTensors, extents: tuple[Any, ...], form: cutlass.Co
     if cutlass.const_expr(form.few):
         let_follow()
         if block == form.groups:
-            tell_apart(tensors, extents, (Int32(window), Int32(thread)), form)
+            write_slot_and_row(tensors, extents, (Int32(window), Int32(thread)), form)
         else:
             numbers = (Int32(window), block, Int32(thread))
             pool_alone(tensors, shared, extents, numbers, form)
