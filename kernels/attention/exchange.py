@@ -147,8 +147,8 @@ def merge_row(
 # of attention where a cluster has two splits. A thread has sums of two rows, keeps the row that its
 # thread block writes, and sends the other to the same thread of the other block by st.async; the
 # receiver's `given` barriers expect a part of the bytes each (1 arrival), so that one part is added
-# while others come. Splits are added in their order, so
-# the bits are those of simt_attention_merge.
+# while others come. Splits are added in their order, so the bits are those of
+# simt_attention_merge.
 #
 # The received sums overwrite the first tile. So a block sends only after a cluster barrier, at
 # which both blocks have finished reading tiles. `merge_and_stay`: the same where the tiles of other
@@ -228,7 +228,7 @@ def merge_and_stay(
 ) -> None:
     """Merge as `merge_two` does, where both thread blocks go on to other tokens.
 
-    `at` are the place of the tile that came last, and the phase. That tile is given back behind the
+    `at` are the place of the tile that came last, and the phase. That tile is given back after the
     merge: sums lie there, then rows. The other block's is free when it says so.
     """
     place, lane = where

@@ -554,9 +554,9 @@ def with_scales(gathered_rows: GatheredRows, plan: GatherPlan) -> GatheredRows:
 
 
 def fetch_rows(gathered_rows: GatheredRows, plan: GatherPlan) -> None:
-    """Ask for all bytes of a warp's rows in L2: there are registers for half of their codes.
+    """Ask for all bytes of a warp's rows in L2: registers have the codes of ROWS_AHEAD rows.
 
-    Without, a tile took two latencies of memory, one for each half.
+    Without, a tile of eight rows a warp took two latencies of memory.
     """
     if plan.warpgroups == 1:
         return
@@ -661,7 +661,7 @@ def produce_codes(
             made = values_of_turn(words, scales, turn, lane, entry)
             if cutlass.const_expr(turn > 0):
                 store_turn(tile_at + within, turn, lane, made, entry)
-            # The registers just decoded are free: refill them for half a tile later.
+            # The registers just decoded are free: refill them for ROWS_AHEAD rows later.
             later = turn + ahead
             if cutlass.const_expr(later < turns):
                 ask(gathered_rows, later, lane, words, later % ahead)
@@ -681,7 +681,7 @@ def produce_codes(
     return stage, phase
 
 
-def way_of(entry: EntryFormat) -> Any:
+def producer_of(entry: EntryFormat) -> Any:
     """Return what brings the tiles of a split: by the width of the codes."""
     return produce_codes if entry.code_bits == facts.E4M3_BITS else produce
 

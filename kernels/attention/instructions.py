@@ -72,7 +72,8 @@ def word_if(address: Any, present: Any) -> Any:
 
 def scale_if(address: Any, present: Any, size: int) -> Any:
     """Read one or two bytes from global memory, or zeros."""
-    # A conversion of what is read would be waited for at once: a latency of memory a tile.
+    # Trap: read to 16 bits it would be converted at once, and so waited for: a latency of memory a
+    # tile. A load of one or two bytes may write a whole register.
     text = (
         "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; mov.b32 {$w0}, 0; "
         f"@there ld.global.u{8 * size} {{$w0}}, [{{$r0}}]; }}"

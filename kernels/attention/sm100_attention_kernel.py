@@ -149,7 +149,7 @@ def attention_kernel(
         cute.arch.setmaxregister_decrease(registers.gathering)
         plan = facts.sm100_gather_plan(form.format)
         begin = gather.first_stage()
-        gather.way_of(form.format)(lists, widths, walk, memory.places, plan, begin)
+        gather.producer_of(form.format)(lists, widths, walk, memory.places, plan, begin)
         leave_together(form)
     elif group == facts.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)

@@ -130,7 +130,7 @@ def attention_kernel(
         follow()
         lists, widths, walk = lists_of(addresses, extents, place, form)
         begin = gather.first_stage()
-        gather.way_of(form.format)(lists, widths, walk, memory.places, plan, begin)
+        gather.producer_of(form.format)(lists, widths, walk, memory.places, plan, begin)
         stay_for_others(form)
     else:
         cute.arch.setmaxregister_increase(multiplying)

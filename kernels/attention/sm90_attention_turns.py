@@ -16,7 +16,7 @@ unit busy.
   thread and warp arrives at both. They are slower than products, so warpgroup 1 adds the first
   tile before it has logits, while the second one is decoded. Clusters of two splits go on to
   further tokens and groups of heads: queries are copied and tiles brought while sums are
-  exchanged, and the last tile is given back behind that (exchange.merge_and_stay).
+  exchanged, and the last tile is given back after that (exchange.merge_and_stay).
 * In prefill warpgroup 2 brings queries as well, and is ahead of the end of a token: `given` holds
   two barriers, queries that have come (every thread's copies) and queries that nobody reads any
   more (8 arrivals, a warp's behind its last logits). Rows leave by way of the shares of second
@@ -440,7 +440,7 @@ def second_of_pairs(
         rescale_where(sums, factors)
         add_tile(of_registers, sums, own, (values, 1))
         warpgroup.wait_group(0)
-        # Where pairs stay, the last one's stage is given back behind the merge.
+        # Where pairs stay, the last one's stage is given back after the merge.
         given_back = pair + 1 < pairs if form.pairs_stay else True
         give_back(memory, lane, (1, 1), given_back)
         phase = phase ^ 1

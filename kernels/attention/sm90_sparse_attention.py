@@ -156,6 +156,7 @@ def _numbers(of: LaunchContext[AttentionProblem, AttentionForm]) -> tuple[Any, .
     heads = facts.heads_of_block(problem) if of.form.target == SM90A.name else facts.HEADS
     blocks = facts.grid(problem, heads)
     if of.form.stays or of.form.pairs_stay:
+        assert of.form.together, of.form
         blocks = min(blocks, of.processors // of.form.together * of.form.together)
     extents = (problem.tokens, problem.heads, splits, each, *of_lists, heads, blocks)
     return extents, problem.scale

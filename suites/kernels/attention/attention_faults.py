@@ -125,7 +125,6 @@ FAULTS = (
 _OF_V32 = checks.Case(key=576, entry="fp8-v32", near=1300, far=None, seed=3)
 _OF_V32_APART = replace(_OF_V32, splits=9)
 _OF_V32_WHOLE = replace(_OF_V32, splits=1, near=200)
-_WITH_KEY = "degarble.kernels.attention.gather"
 
 
 def _first_block(_true: Any, lane: Any, _part: int, _entry: Any) -> Any:
@@ -145,9 +144,9 @@ def _without_key(true: Any, width: int) -> Any:
 
 
 FAULTS_OF_V32 = (
-    Fault("one scale for all blocks", _WITH_KEY, "block_of_codes", _first_block, _OF_V32),
-    Fault("scales of the first half", _WITH_KEY, "block_of_codes", _first_half, _OF_V32_WHOLE),
-    Fault("scale of the row before", _WITH_KEY, "scale_of_turn", _row_before, _OF_V32_WHOLE),
+    Fault("one scale for all blocks", _GATHER, "block_of_codes", _first_block, _OF_V32),
+    Fault("scales of the first half", _GATHER, "block_of_codes", _first_half, _OF_V32_WHOLE),
+    Fault("scale of the row before", _GATHER, "scale_of_turn", _row_before, _OF_V32_WHOLE),
     Fault("stages of values 512 wide", _KERNEL, "layout_of_values", _without_key, _OF_V32_WHOLE),
     Fault("a turned key left out", _GATHER, "copy_values", _nothing, _OF_V32_WHOLE),
     Fault("a merge without rescaling", _MERGE, "factor_of", _first_only, _OF_V32),

@@ -180,13 +180,15 @@ def _products_of(kernel: CompiledKernel) -> list[str]:
     return re.findall(r"wgmma\.mma_async\S+?\.(m\d+n\d+k\d+)\.", kernel.ptx)
 
 
-def _reads_are_not_converted(kernel: CompiledKernel) -> None:
+def _reads_are_not_converted(kernel: CompiledKernel, form: AttentionForm) -> None:
     """Scales are read to whole registers: a conversion would be waited for where it is read."""
-    assert not re.search(r"ld\.global\.u(8|16)\s+(?!%r\d)", kernel.ptx)
+    if form.format.code_bytes:
+        assert re.search(r"ld\.global\.u(8|16)", kernel.ptx)
+    assert not re.search(r"ld\.global\.u(?:8|16)\s+(?!\s|%r\d)", kernel.ptx)
 
 
 def _products_of_v4(kernel: CompiledKernel, form: AttentionForm) -> None:
-    _reads_are_not_converted(kernel)
+    _reads_are_not_converted(kernel, form)
     entry, products = form.format, _products_of(kernel)
     # A tile's products are written twice each: before a loop or behind it, and in it.
     halved, columns = facts.halved(entry), facts.columns_at_once(entry)

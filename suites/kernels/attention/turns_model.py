@@ -6,7 +6,9 @@ the tile that it is meant for, and nothing may be written while it is read. The 
 first tile lie over its turned key, as in V3.2. A thread block stays for several items. In prefill
 queries come by barriers of their own, and rows leave by way of the shares of second tiles. In
 decoding two thread blocks have a split each; sums of the other one come to the last tile's place.
-It is our model, not the compiled kernel.
+It is our model, not the compiled kernel. It leaves out that a thread block's sums come in parts,
+each with a barrier (`given` is one barrier here), and the statistics that come with them, to the
+place of shares.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def probe_kernel(
         if cutlass.const_expr(part == "load"):
             plan = facts.sm100_gather_plan(form.format)
             begin = gather.first_stage()
-            gather.way_of(form.format)(lists, widths, walk, memory.places, plan, begin)
+            gather.producer_of(form.format)(lists, widths, walk, memory.places, plan, begin)
     elif group == facts.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)
         if cutlass.const_expr(part == "multiply"):
