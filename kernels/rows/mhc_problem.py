@@ -5,7 +5,7 @@ Importable without the DSL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ STREAMS = 4  # DeepSeek-V4 config.json, hc_mult
 COEFFICIENTS = (2 + STREAMS) * STREAMS
 CHUNK_VALUES = 8  # values of a thread's 16-byte loads
 MIX_THREADS = 128
-# Tokens of which each has four lanes. Every lane of a token divides all rows of Sinkhorn, so beyond
+# Tokens of which each has four lanes. Every lane of a token does all steps of Sinkhorn, so beyond
 # one warp for each quarter of each of an H200's 132 processors more lanes take longer.
 MOST_WITH_FOUR = 4224
 # Beyond so many tokens a launch waits before it lets the next one be set up: runtime/pdl says why.
@@ -359,9 +359,6 @@ LINE = 32  # float32 numbers of a partial sum: products, then at SQUARES the sum
 SQUARES = 24
 ROWS_OF_TILE = 16  # tokens of an instruction
 TILE = 8  # rows of the weight of an instruction
-JOINED_TOKENS = 4  # up to here a cluster may have all groups of pieces
-JOINED_WARPS = 16  # of its thread blocks, a piece each: beyond that the weight comes too late
-JOINED_PROCESSORS = 132  # an H200: parts of one may have no sixteen processors for a cluster
 STAGES = 3  # of shared memory: two are on their way, and a third takes longer
 ROW_BYTES = 2 * STEP
 ROWS_OF_BLOCK = 128  # tokens that many warps share
@@ -473,22 +470,6 @@ class ProjectForm:
     target: str
     lines: str = "groups"  # which sums of a token go through memory
     one_step: bool = False  # whether a warp has no more than one step of K
-    in_group: int = 0  # pieces of a group where one launch does all; 0: there are two
-
-    @property
-    def joined(self) -> bool:
-        """Return whether a cluster does all in one launch, a thread block a group of pieces."""
-        return self.in_group > 0
-
-    @property
-    def joined_threads(self) -> int:
-        """Return the threads of a thread block of a cluster."""
-        return 32 * JOINED_WARPS
-
-    @property
-    def piece_bytes(self) -> int:
-        """Return the bytes of a piece's part of the weight."""
-        return BF16_PARTS * rows_of(self.kind) * ROW_BYTES
 
     @property
     def tiles(self) -> int:
@@ -537,15 +518,6 @@ def choose_form(problem: ProjectProblem, target: str) -> ProjectForm:
     few = problem.tokens <= FEW_TOKENS
     one_step = problem.lines == "pieces" and InnerCut(problem.inner).per_piece == 1
     return ProjectForm(problem.kind, few, target, problem.lines, one_step)
-
-
-def fit_form(form: ProjectForm, problem: ProjectProblem, processors: int) -> ProjectForm:
-    """Return the form for so many processors: of few tokens one launch, if a warp has one piece."""
-    in_group = InnerCut(problem.inner).per_group
-    fits = form.one_step and problem.tokens <= JOINED_TOKENS and in_group <= JOINED_WARPS
-    if not fits or processors < JOINED_PROCESSORS or form.target != "sm_90a":
-        return form
-    return replace(form, in_group=in_group)
 
 
 def chunk_place(row: Any, chunk: Any) -> Any:

@@ -12,9 +12,6 @@ defines the order of the sums: bits depend on a token's streams and the weight a
 * piece_kernel: the same where a warp has one step, without a ring; the weight is asked for before
   the launch in front has ended.
 * add_kernel: adds the lines of a token in the stated order (PDL wait), a lane a column.
-* joined_kernel: both in one launch for few tokens, where a warp has a piece and a thread block of a
-  cluster a group. Rows of the weight are the instruction's sixteen rows, tokens its eight columns.
-  Groups' sums go to a token's thread block through distributed shared memory, as cluster_norm says.
 
 Never waits for the GPU, so it may be captured in a graph. Shape letters as in mhc_problem.
 """
@@ -29,7 +26,6 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import computed_here, emit, numbers_of, vectors
 from degarble.kernels.rows import mhc_problem as facts
-from degarble.kernels.rows.cluster_norm import awaited, clear, give
 from degarble.kernels.rows.mhc_problem import (
     BF16_PARTS,
     LINE,
@@ -45,13 +41,7 @@ from degarble.kernels.rows.mhc_problem import (
     ProjectProblem,
 )
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
-from degarble.kernels.runtime.pdl import (
-    EARLY,
-    follow,
-    let_follow,
-    wait_for_front,
-    wait_then_let_follow,
-)
+from degarble.kernels.runtime.pdl import EARLY, follow, wait_then_let_follow
 
 WORDS = 4  # of a lane's 16 bytes
 QUAD = 4  # lanes that share a row
@@ -215,15 +205,9 @@ def add_squares(streams: list[list[Any]], rSquares: Any) -> None:
     for each in cutlass.range_constexpr(cute.size(rSquares)):
         total = Float32(rSquares[each])
         for of_quarter in streams:
-            total = squares_added(total, of_quarter[each // 2][each % 2 :: 2])
+            for number in numbers_of(of_quarter[each // 2][each % 2 :: 2]):
+                total = ops.fma_rn(number, number, total)
         rSquares[each] = total
-
-
-def squares_added(total: Any, words: list[Any]) -> Any:
-    """Return a sum with the squares of a token's two words of sixteen values of K added."""
-    for number in numbers_of(words):
-        total = ops.fma_rn(number, number, total)
-    return total
 
 
 @cute.jit
@@ -477,223 +461,6 @@ def store_whole(
         tensors.squares[token] = whole
 
 
-# ---- one launch: a cluster has all groups of few tokens ------------------------------------------
-
-
-class JoinedShared(NamedTuple):
-    """Addresses in the shared memory of a thread block."""
-
-    weight: Any  # of a piece a warp, facts.ProjectForm.piece_bytes each
-    lines: Any  # float32 [pieces, tokens, 32]
-    groups: Any  # float32 [spans, tokens, 32, 4]: what all thread blocks give to this one
-
-
-def joined_shared(form: ProjectForm) -> JoinedShared:
-    """Allocate the shared memory."""
-    memory = cutlass.memory.SmemAllocator()
-    sizes = (
-        form.in_group * form.piece_bytes // 4,
-        form.in_group * facts.JOINED_TOKENS * LINE,
-        facts.MOST_GROUPS * facts.JOINED_TOKENS * LINE,
-    )
-    made = (memory.allocate_tensor(Uint32, cute.make_layout(words), 128) for words in sizes)
-    return JoinedShared(*(Int32(each.iterator.toint()) for each in made))
-
-
-@cute.jit
-def ask_for_weight(
-    tensors: Any, shared: Any, numbers: tuple[Any, Any], form: cutlass.Constexpr
-) -> None:
-    """Copy a piece's weight to `shared`, zeros past K; `numbers`: the piece, chunks of a row."""
-    piece, of_row = numbers
-    lane = Int32(cute.arch.lane_idx())
-    row, chunk = lane // CHUNKS, lane % CHUNKS
-    place = piece * CHUNKS + chunk
-    own = Int64(row) * Int64(of_row) + Int64(place)
-    address = tensors.weight.iterator.toint() + own * 16
-    to = shared + row * ROW_BYTES + facts.chunk_place(row, chunk) * 16
-    apart = Int64(of_row) * (16 * form.rows_at_once)
-    for turn in cutlass.range_constexpr(form.piece_bytes // ROW_BYTES // form.rows_at_once):
-        # Rows four further on have the swizzle's chunk four further on or back.
-        there = (to + turn * form.rows_at_once * ROW_BYTES) ^ (turn % 2 * 64)
-        fetch(there, address, place < of_row)
-        address = address + apart
-
-
-def streams_at(tensors: Any, numbers: tuple[Any, Any, Any]) -> Any:
-    """Return the address of a lane's first values; `numbers`: token, chunks of a row, lane."""
-    token, of_row, lane = numbers
-    own = Int64(token) * Int64(of_row) * 16 + Int64(lane % QUAD) * 4
-    return computed_here(tensors.streams.iterator.toint() + own)
-
-
-def read_piece(address: Any, numbers: tuple[Any, Any, Any]) -> list[list[Any]]:
-    """Read a lane's values of a token's piece: two words of every sixteen, as columns of the mma.
-
-    `numbers`: piece, chunks of a row, whether there is something to read. Zeros past K.
-    """
-    piece, of_row, wanted = numbers
-    own, found = address + Int64(piece) * ROW_BYTES, []
-    for quarter in range(STEP // 16):
-        words = []
-        for high in range(2):
-            chunk = 2 * quarter + high
-            there = wanted & (piece * CHUNKS + chunk < of_row)
-            words.append(loaded_word(own, there, chunk * 16))
-        found.append(words)
-    return found
-
-
-def loaded_word(address: Any, wanted: Any, offset: int) -> Any:
-    """Return a word so many bytes behind an address, or 0 where it is not wanted."""
-    text = (
-        "{ .reg .pred wanted; setp.ne.u32 wanted, {$r1}, 0; mov.b32 {$w0}, 0; "
-        f"@wanted ld.global.b32 {{$w0}}, [{{$r0}} + {offset}]; }}"
-    )
-    flag = ops.select(wanted, Uint32(1), Uint32(0))
-    return emit(text, Uint32, address, flag)
-
-
-def weights_of_step(slot: Any, half: int, part: int, form: ProjectForm) -> list[list[list[Any]]]:
-    """Read a part of the weight of half a piece: by tile of sixteen rows, sixteen values of K."""
-    lane, first = Int32(cute.arch.lane_idx()), part * form.tiles * TILE
-    found = []
-    for tile in range(0, form.tiles, 2):
-        if tile + 1 < form.tiles:
-            row = first + tile * TILE + lane % ROWS_OF_TILE
-            chunk = half * QUAD + lane // ROWS_OF_TILE
-            places = [place_of_lane(row, chunk + 2 * quarter) for quarter in range(2)]
-            found.append([matrices(slot + place) for place in places])
-        else:  # eight rows alone: four chunks at once, and zeros below
-            row = first + tile * TILE + lane % TILE
-            words = matrices(slot + place_of_lane(row, half * QUAD + lane // TILE))
-            none = Uint32(0)
-            found.append([[words[at], none, words[at + 1], none] for at in (0, 2)])
-    return found
-
-
-@cute.jit
-def sum_turned(
-    slot: Any, read: list[list[Any]], line: tuple[Any, Any], form: cutlass.Constexpr
-) -> None:
-    """Sum a piece, whose weight is in `slot`, and leave a line for each token.
-
-    `line` is the address of the first token's, and the number of tokens.
-    """
-    lane = Int32(cute.arch.lane_idx())
-    squares = Float32(0.0)
-    tiles = -(-form.tiles // 2)
-    rSums = cute.make_rmem_tensor(cute.make_layout((OF_TILE, tiles)), Float32)
-    rSums.fill(0.0)
-    for half in cutlass.range_constexpr(STEP // 32):
-        for quarter in cutlass.range_constexpr(2):
-            squares = squares_added(squares, read[2 * half + quarter])
-        for part in cutlass.range_constexpr(BF16_PARTS - 1, -1, -1):
-            add_part_turned(slot, (rSums, read), (half, part), form)
-    leave_lines(rSums, squares, (lane, *line), form)
-
-
-@cute.jit
-def add_part_turned(
-    slot: Any, operands: tuple[Any, Any], of: cutlass.Constexpr, form: cutlass.Constexpr
-) -> None:
-    """Add 32 values of K of all tokens; `of`: which half of a piece, which part of the weight."""
-    (rSums, read), (half, part) = operands, of
-    weights = weights_of_step(slot, half, part, form)
-    for quarter in cutlass.range_constexpr(2):
-        for tile in cutlass.range_constexpr(len(weights)):
-            sums = [Float32(rSums[i, tile]) for i in range(OF_TILE)]
-            sums = multiplied(sums, weights[tile][quarter], read[2 * half + quarter])
-            for i in cutlass.range_constexpr(OF_TILE):
-                rSums[i, tile] = sums[i]
-
-
-@cute.jit
-def leave_lines(
-    rSums: Any, squares: Any, place: tuple[Any, Any, Any], form: cutlass.Constexpr
-) -> None:
-    """Write a piece's sums to shared memory; `place`: lane, address of the first line, tokens."""
-    lane, at, tokens = place
-    for distance in (1, 2):
-        squares = ops.add_rn(squares, cute.arch.shuffle_sync_bfly(squares, offset=distance))
-    for i in cutlass.range_constexpr(2):
-        token = lane % QUAD * 2 + i
-        if token < tokens:
-            for tile in cutlass.range_constexpr(form.tiles):
-                column = tile * TILE + lane // QUAD
-                # Pieces are added from zero on, so a sum of -0 is 0.
-                number = ops.add_rn(Float32(0.0), Float32(rSums[tile % 2 * 2 + i, tile // 2]))
-                put_number(at + (token * LINE + column) * 4, number)
-    if (lane % QUAD == 0) & (lane // QUAD < tokens):
-        put_number(at + (lane // QUAD * LINE + SQUARES) * 4, ops.add_rn(Float32(0.0), squares))
-
-
-def put_number(address: Any, number: Any) -> None:
-    """Write a float32 to shared memory."""
-    cute.arch.inline_ptx(
-        "st.shared.f32 [{$r0}], {$r1};", read_only_args=[Int32(address), Float32(number)]
-    )
-
-
-def number_at(address: Any) -> Any:
-    """Read a float32 from shared memory."""
-    return emit("ld.shared.f32 {$w0}, [{$r0}];", Float32, Int32(address))
-
-
-@cute.kernel
-def joined_kernel(
-    tensors: ProjectTensors, extents: tuple[Any, ...], form: cutlass.Constexpr
-) -> None:
-    """Project few tokens by a cluster; the weight is on its way while what is in front runs."""
-    group, _, _ = cute.arch.block_idx()
-    thread, _, _ = cute.arch.thread_idx()
-    tokens, of_row, pieces = extents
-    group, lane, warp = Int32(group), Int32(thread) % 32, Int32(thread) // 32
-    let_follow()
-    shared, of_line = joined_shared(form), facts.JOINED_TOKENS * LINE * 4
-    for more in cutlass.range_constexpr(0, facts.MOST_GROUPS * of_line, 4 * form.joined_threads):
-        clear(shared.groups + more + Int32(thread) * 4)
-    cute.arch.cluster_arrive()  # in front of the copies, for which it would wait
-    piece = group * form.in_group + warp
-    has_piece = (warp < form.in_group) & (piece < pieces)
-    slot = shared.weight + warp * form.piece_bytes
-    if has_piece:
-        ask_for_weight(tensors, slot, (piece, of_row), form)
-    cute.arch.cp_async_commit_group()
-    cute.arch.cluster_wait()
-    token = lane // QUAD
-    address = streams_at(tensors, (ops.minimum(token, tokens - 1), of_row, lane))
-    wait_for_front()
-    read = read_piece(address, (piece, of_row, has_piece & (token < tokens)))
-    cute.arch.sync_warp()  # so that these loads are not put off until the weight has come
-    cute.arch.cp_async_wait_group(0)
-    cute.arch.sync_warp()
-    if has_piece:
-        sum_turned(slot, read, (shared.lines + warp * of_line, tokens), form)
-    cute.arch.sync_threads()
-    if warp < tokens:
-        # Columns that no line has are given too: an addition makes no NaN of EMPTY's bits.
-        found = [
-            ops.select(
-                group * form.in_group + number < pieces,
-                number_at(shared.lines + number * of_line + (warp * LINE + lane) * 4),
-                Float32(0.0),
-            )
-            for number in range(form.in_group)
-        ]
-        place = (group // facts.SPAN * facts.JOINED_TOKENS + warp) * LINE + lane
-        give(shared.groups + (place * facts.SPAN + group % facts.SPAN) * 4, in_turn(found), warp)
-    if (warp == 0) & (group < tokens):
-        # All thread blocks give to this one, those without a piece zeros. So it cannot end before
-        # they have given.
-        own = shared.groups + (group * LINE + lane) * (facts.SPAN * 4)
-        spans = [
-            in_turn(awaited(own + span * facts.SPAN * of_line, facts.SPAN))
-            for span in range(facts.MOST_SPANS)
-        ]
-        store_whole(tensors, group, lane, in_turn(spans), form)
-
-
 @cute.jit
 def launch_project(
     pointers: tuple[cute.Pointer, ...],
@@ -701,33 +468,13 @@ def launch_project(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch one kernel or two; extents are tokens, vectors, steps, per piece, per group, grid."""
+    """Launch both kernels; extents are tokens, vectors, steps, per piece, per group, grid."""
     streams, weight, partials, products, squares = pointers
     sizes = (0, 0, 2, 0, 0, 0)
     views = zip((streams, weight, partials, partials, products, squares), sizes, strict=True)
     tensors = ProjectTensors(*(vectors(address, words) for address, words in views))
     tokens, of_row, steps, per_piece, per_group, parts, blocks = extents
     numbers = (tokens, of_row, steps, per_piece, per_group, parts)
-    if cutlass.const_expr(form.joined):
-        joined_kernel(tensors, (tokens, of_row, parts), form).launch(
-            grid=[facts.MOST_GROUPS, 1, 1],
-            block=[form.joined_threads, 1, 1],
-            cluster=[facts.MOST_GROUPS, 1, 1],
-            min_blocks_per_mp=1,
-            use_pdl=EARLY,
-            stream=stream,
-        )
-    else:
-        launch_two(tensors, (numbers, (parts, blocks)), form, stream)
-
-
-@cute.jit
-def launch_two(
-    tensors: Any, extents: tuple[Any, Any], form: cutlass.Constexpr, stream: CUstream
-) -> None:
-    """Launch the kernel that sums a part of K, and the one that adds parts' sums."""
-    numbers, (parts, blocks) = extents
-    tokens, _, _, _, per_group, _ = numbers
     summing = piece_kernel if form.one_step else project_kernel
     summing(tensors, numbers, form).launch(
         grid=[parts, blocks, 1], block=[32 * form.warps, 1, 1], use_pdl=EARLY, stream=stream
@@ -769,7 +516,6 @@ KERNEL = Kernel[ProjectProblem, ProjectForm](
         _Operand("squares", Storage(Float32, torch.float32, 4), lambda p: (p.tokens,), output=True),
     ),
     choose_form=facts.choose_form,
-    fit_form=facts.fit_form,
     kinds=((Int32,) * EXTENTS,),
     numbers=_numbers,
     work=lambda problem: problem.tokens,

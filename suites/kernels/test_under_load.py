@@ -164,6 +164,7 @@ def test_an_output_that_differs_is_counted() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADS)
 def test_launches_in_a_row_beside_a_busy_stream_have_the_bits_of_one_alone(name: str) -> None:
     thousands, make = LOADS[name]

@@ -24,7 +24,6 @@ HERE = KernelSuites(
         "decoder_h200": 6,
         "sparse_attention": 4,
         "sm90_moe": 4,
-        "under_load": 4,
     },
     contracts=(_SUITES / "kernels" / "test_contract.py",),
     forms=_SUITES / "backends" / "needed_forms.json",

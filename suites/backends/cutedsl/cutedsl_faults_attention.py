@@ -160,11 +160,6 @@ def _but_the_largest(true: Any, base: Any, operands: Any, part: int, form: Any) 
         true(base, operands, part, form)
 
 
-def _but_the_largest_turned(true: Any, slot: Any, operands: Any, of: Any, form: Any) -> None:
-    if of[1] != 0:
-        true(slot, operands, of, form)
-
-
 def _reversed_gates(true: Any, words: Any, gates: Any) -> Any:
     return true(words, gates[::-1])
 
@@ -248,7 +243,7 @@ FAULTS = (
         module=_POOL, cause="M30"),
     _of("gates not normalised", "simt_compressor", "sums_of_parts", _not_divided, "compressor.pool",
         module=_POOL, cause="M30"),
-    _of("entry turned at its window's end", "simt_compressor", "write_slot", _turned_at_the_end,
+    _of("entry turned at its window's end", "simt_compressor", "tell_slot", _turned_at_the_end,
         "compressor.pool", cause="M28"),
     _of("smallest scores chosen", "simt_indexer_topk", "load_scores", _scores_read(_negated),
         "indexer.topk", prompts=_LONG, cause="M31"),
@@ -276,9 +271,6 @@ FAULTS = (
         cause="M23"),
     _of("projection without its largest part", "simt_mhc_project", "add_part", _but_the_largest,
         "hc_pre", cause="M23"),
-    # Of few tokens, as in the steps that follow a prompt: one launch, see mhc_problem.fit_form.
-    _of("joined projection without its largest part", "simt_mhc_project", "add_part_turned",
-        _but_the_largest_turned, "hc_pre", cause="M23"),
     _of("scales of blocks reversed", "simt_kv_read", "decoded", _scales_reversed, "kv_write",
         cache="fp8", cause="M32"),
     _of("scales of the neighbouring entry", "simt_kv_read", "decoded", _neighbours_scales,

@@ -119,7 +119,6 @@ def _code(target: str) -> Iterator[MachineCode]:
             more=_weight_alone_before_the_wait, reads_early=form.one_step,
             slow=kind == "head" or tokens == mhc_problem.FEW_TOKENS,
         )  # fmt: skip
-    yield from _projected_by_clusters(target)
     for columns, weight, rounded in product((512, 7168, 16_384), NORM_WEIGHTS, (False, True)):
         summed = ResidualProblem(1, columns, 1e-6, weight, rounded)
         summed_form = problem.choose_residual_form(summed, target)
@@ -140,24 +139,6 @@ def _code(target: str) -> Iterator[MachineCode]:
         for router_form in sorted(routers, key=str):
             slow = name not in {"V4-Pro", "V3.2"} or not router_form.few
             yield MachineCode("simt_router", router_form, 64, slow=slow)
-
-
-def _projected_by_clusters(target: str) -> Iterator[MachineCode]:
-    for kind in mhc_problem.WEIGHTS:
-        few = ProjectProblem(1, 4096, kind)
-        # No other target has the form, and each has to be able to.
-        form = replace(mhc_problem.choose_form(few, target), in_group=mhc_problem.JOINED_WARPS)
-        # As above, but that a tile has sixteen rows of the weight; a group's sum is given once, and
-        # four spans are awaited.
-        products = 3 * 4 * -(-form.tiles // 2)
-        given = {
-            "mma.sync": products, "barrier.cluster.arrive": 1,
-            "st.relaxed.cluster.shared::cluster": 1, "ld.relaxed.cluster.shared::cta": 4,
-        }  # fmt: skip
-        yield MachineCode(
-            "simt_mhc_project", form, 128, counts=given, more=_weight_alone_before_the_wait,
-            reads_early=True, slow=kind == "head",
-        )  # fmt: skip
 
 
 def _joined_code(target: str) -> Iterator[MachineCode]:

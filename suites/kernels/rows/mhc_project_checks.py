@@ -121,9 +121,6 @@ def mismatch(case: Case) -> str:
 def cases() -> list[Case]:
     """Return the named cases: widths of models, tokens around every constant, both kinds."""
     made = [Case(5, width, kind) for width in (8, 64, 256, 4096, 7168) for kind in facts.WEIGHTS]
-    made += [Case(n, 4096, kind, seed=n) for n in (1, 4) for kind in facts.WEIGHTS]
-    # One launch of few tokens, with fewer pieces in a group than a thread block has warps.
-    made += [Case(n, w, kind) for n in (1, 4) for w in (8, 64, 1032) for kind in facts.WEIGHTS]
     lengths = (1, 7, 15, 16, 17, LEAST, LEAST + 1, 127, 128, 129, FEW - 1, FEW, FEW + 1, 640, 1027)
     made += [Case(n, 136, spread="integers", seed=n) for n in lengths]
     made += [Case(n, 1032, kind, seed=n) for n in (33, FEW + 33) for kind in facts.WEIGHTS]

@@ -638,28 +638,6 @@ def test_tokens_choose_who_computes_and_nothing_else() -> None:
     assert ProjectProblem(2, 4096).bytes_moved == 2 * (32768 + 100) + 6 * 24 * 16384
 
 
-def test_a_cluster_projects_few_tokens_where_a_warp_has_one_piece() -> None:
-    def pieces_of_group(
-        tokens: int, width: int, processors: int = 132, target: str = "sm_90a"
-    ) -> int:
-        problem = ProjectProblem(tokens, width)
-        form = mhc.choose_form(problem, target)
-        assert not form.joined
-        return mhc.fit_form(form, problem, processors).in_group
-
-    assert [pieces_of_group(tokens, 4096) for tokens in (1, 4, 5, 33)] == [16, 16, 0, 0]
-    assert [pieces_of_group(1, width) for width in (8, 64, 1032, 4104, 7168, 65_536)] == [
-        1, 1, 5, 0, 0, 0
-    ]  # fmt: skip
-    assert pieces_of_group(1, 4096, 131) == pieces_of_group(1, 4096, 148, "sm_100a") == 0
-    problem = ProjectProblem(mhc.JOINED_TOKENS, 4096)
-    form = mhc.fit_form(mhc.choose_form(problem, "sm_90a"), problem, 132)
-    # Eight tokens at most are the instruction's columns, and each has a thread block and a warp.
-    assert min(mhc.TILE, mhc.MOST_GROUPS, mhc.JOINED_WARPS) >= mhc.JOINED_TOKENS
-    lines = mhc.JOINED_TOKENS * mhc.LINE * 4
-    assert form.in_group * (form.piece_bytes + lines) + mhc.MOST_GROUPS * lines <= 227 * 1024
-
-
 def test_two_thread_blocks_fit_and_every_bank_is_read_once() -> None:
     for kind in mhc.WEIGHTS:
         form = mhc.ProjectForm(kind, few=False, target="sm_90a")

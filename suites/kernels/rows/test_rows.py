@@ -351,28 +351,14 @@ def test_errors_of_the_projection_are_detected(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.h200
-@pytest.mark.parametrize("kind", ["layer", "head"])
-def test_a_group_that_a_cluster_adds_twice_is_detected(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, case = kernels_of("simt_mhc_project"), mhc_project_checks.Case(2, 4096, kind)
-    true = module.awaited
-    assert not mhc_project_checks.mismatch(case)
-    monkeypatch.setattr(module, "awaited", lambda *given: [true(*given)[1], *true(*given)[1:]])
-    monkeypatch.setattr(module, "KERNEL", replace(module.KERNEL))
-    assert mhc_project_checks.mismatch(case)
-
-
-@pytest.mark.h200
 @pytest.mark.b200
 @pytest.mark.parametrize("kind", ["layer", "head"])
-@pytest.mark.parametrize("width", [1032, 4096])
-def test_repeats_and_other_tokens_change_no_bit(kind: str, width: int) -> None:
-    many = mhc_project_checks.Case(mhc_project_checks.FEW + 70, width, kind, "wide")
+def test_repeats_and_other_tokens_change_no_bit(kind: str) -> None:
+    many = mhc_project_checks.Case(mhc_project_checks.FEW + 70, 1032, kind, "wide")
     whole = mhc_project_checks.on_device(many)
     assert all(map(torch.equal, whole, mhc_project_checks.on_device(many)))
     few, least = mhc_project_checks.FEW, mhc_project_checks.LEAST
-    for count in (1, 2, 3, 4, 5, 16, least, least + 1, 50, few):
+    for count in (1, 16, least, least + 1, 50, few):
         fewer = replace(many, tokens=count)
         fewer.__dict__["streams"] = many.streams[-count:]
         fewer.__dict__["fn"] = many.fn
