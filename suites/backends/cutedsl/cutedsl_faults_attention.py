@@ -243,7 +243,7 @@ FAULTS = (
         module=_POOL, cause="M30"),
     _of("gates not normalised", "simt_compressor", "sums_of_parts", _not_divided, "compressor.pool",
         module=_POOL, cause="M30"),
-    _of("entry turned at its window's end", "simt_compressor", "tell_slot", _turned_at_the_end,
+    _of("entry turned at its window's end", "simt_compressor", "write_slot", _turned_at_the_end,
         "compressor.pool", cause="M28"),
     _of("smallest scores chosen", "simt_indexer_topk", "load_scores", _scores_read(_negated),
         "indexer.topk", prompts=_LONG, cause="M31"),
