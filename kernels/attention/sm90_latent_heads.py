@@ -2,15 +2,15 @@
 
 out[t, h] = x[t, h] W[h]^T: V3.2's absorbed keys and values (heads_problem).
 A thread block has up to 256 rows of a head's matrix, whole along K, in shared memory: all boxes are
-asked for before the previous launch has ended, since nothing writes weights. Behind that wait it
-asks for its head's values of all tokens, and one warpgroup multiplies: rows of the matrix are
+requested before the previous launch has ended, since nothing writes weights. After that wait it
+requests its head's values of all tokens, and one warpgroup multiplies: rows of the matrix are
 wgmma's 64 rows, tokens its 8 columns (zeros behind the last one).
 Steps of K are taken in order, sixteen at a time, so every bit is that of sm90_gemm_grouped.
 * keys (`turned`): the thread blocks of a head write its 512 sums, and the first one the 64 turned
   values behind them, as simt_latent_query does.
 * `decoded`: a warp has 16 neighbouring sums of a token, a block of NVFP4, in eight lanes; they are
   quantised and decoded there, as simt_quantise_nvfp4 does.
-* splits (`at_once`): x is not copied. Behind the wait each thread merges four values of a token, as
+* splits (`at_once`): x is not copied. After the wait each thread merges four values of a token, as
   simt_attention_merge does, and writes them in the swizzle that a copy would have.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
@@ -31,6 +31,7 @@ from degarble.kernels.attention import simt_attention_merge as merging
 from degarble.kernels.attention.heads_problem import HeadsForm, HeadsProblem
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm.problem import TMA_ALIGNMENT, WHOLE_CARVEOUT
+from degarble.kernels.gemm.w4a16_instructions import store_words
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.device_words import (
     SLOT_WORDS,
@@ -134,7 +135,7 @@ def heads_kernel(  # noqa: PLR0915  one thread block from its loads to its resul
     base = Uint32(sX.iterator.toint())
     if cutlass.const_expr(form.at_once > 0):
         for each in cutlass.range_constexpr(form.steps * ROW * facts.MOST_TOKENS // 2048):
-            put_shared(base + Uint32(thread) * 16 + each * 2048, [Uint32(0)] * 4)
+            store_words(base + Uint32(thread) * 16 + each * 2048, [Uint32(0)] * 4)
         cute.arch.sync_threads()
     wait_for_front()
     if cutlass.const_expr(form.at_once > 0):
@@ -172,14 +173,6 @@ def heads_kernel(  # noqa: PLR0915  one thread block from its loads to its resul
         write(tensors.out, tiles[each][1], place, (tokens, heads, out_width), decoding)
 
 
-def put_shared(address: Any, words: list[Any]) -> None:
-    """Write words of shared memory."""
-    kind, places = f".v{len(words)}", range(1, 1 + len(words))
-    names = ", ".join(f"{{$r{place}}}" for place in places)
-    text = f"st.shared{kind}.b32 [{{$r0}}], " + "{" + names + "};"
-    cute.arch.inline_ptx(text, read_only_args=[address, *words])
-
-
 @cute.jit
 def merge_rows(
     addresses: merging.MergeAddresses,
@@ -198,7 +191,7 @@ def merge_rows(
         # Chunks of 16 bytes are exchanged by the row's number.
         chunk = (within // CHUNK) ^ token
         row = (step * facts.MOST_TOKENS + token) * ROW
-        put_shared(base + Uint32(row + chunk * 16 + within % CHUNK * 2), words)
+        store_words(base + Uint32(row + chunk * 16 + within % CHUNK * 2), words)
 
 
 def write(

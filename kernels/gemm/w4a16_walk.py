@@ -15,7 +15,7 @@ their own, so that no branch stands between two steps.
 Barriers: a stage has a full and an empty one (1 arrival plus bytes; 16), given back behind a vote
 on what was read, as in sm90_gemm_w4a16. A place of sums has a full one (16). It needs no empty
 one: the warp that asks for a unit's stages has added up before what was in the unit's place. A turn
-ends (1) when all stages of a unit are asked for; the next unit's warp waits for that, because a
+ends (1) when all stages of a unit are requested; the next unit's warp waits for that, because a
 wait for an empty stage takes for granted that the stage's use before the last one has ended.
 
 Early (`form.early`): loading warps do not wait for the previous launch until they add up; they

@@ -151,7 +151,7 @@ def _heads_forms() -> list[HeadsForm]:
 
 
 def _loads_its_matrix_early(kernel: CompiledKernel, form: HeadsForm) -> None:
-    """Boxes of the matrix are asked for before the wait, a head's values or splits behind it."""
+    """The matrix is requested before the wait, a head's values or splits after it."""
     before, behind = kernel.ptx.split("griddepcontrol.wait")
     copies = "cp.async.bulk.tensor"
     assert before.count(copies) == form.steps

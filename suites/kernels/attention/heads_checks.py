@@ -52,7 +52,7 @@ class Case:
 
     @property
     def problem(self) -> HeadsProblem:
-        """What the kernel is asked for."""
+        """Return the problem that the kernel gets."""
         positions = POSITIONS if self.kind == "keys" else 0
         decoded = "decoded" in self.kind
         return HeadsProblem(self.tokens, self.heads, *self.extents, positions, decoded, self.splits)

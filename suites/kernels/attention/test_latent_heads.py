@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "columns eight further": ("put_pair", _halves_exchanged, "values"),
     "turned part left out": ("turn_part", _nothing, "keys"),
     "turned by the next position": ("correct_turn", _next_position, "keys"),
-    "merged values unswizzled": ("put_shared", _chunk_beside, "merged"),
+    "merged values unswizzled": ("store_words", _chunk_beside, "merged"),
     "values not merged": ("merge_rows", _nothing, "merged and decoded"),
     "scale of half the largest": ("coded_scale", _half_as_large, "decoded"),
 }
