@@ -19,6 +19,7 @@ import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import entry_points
 from itertools import groupby, product
 from operator import attrgetter
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import SPEED
+from degarble.harness.inference.processes import usable_cores
 from degarble.harness.nightly.night import NightConfig, StepResult
 from degarble.harness.report.number_text import share
 from degarble.harness.report.progress import duration
@@ -38,15 +40,16 @@ from degarble.kernels.runtime.modules import MODULES
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 MARKERS = {SM90A.name: ("h200", "gpu"), SM100A.name: ("b200", "gpu")}  # gpu: of any device
-PROCESSES = 32  # at once: each compiles on one core, and they share the device
+PROCESSES = 32  # at once, and no more than cores: each compiles, and they share the device
 SUITE_SECONDS, BENCH_SECONDS = 1800, 1800
 NO_SUITES = (
     "No suites of kernels are installed. Run it in a checkout of degarble, after: pip install -e ."
 )
 _LONG = 200  # characters of what a failing case says
+_FEW = 12  # processes that are left are named by then
 _SLOWEST = 5  # suites that are listed with their times
 _RUNNING: set[int] = set()  # sessions of suites
 _STOPPED = Event()  # no suite begins any more
@@ -90,6 +93,11 @@ class SuiteRun(NamedTuple):
         """Return the name of the suite: the kernel, or what the file is called after."""
         return self.of_kernel or self.path.stem.removeprefix("test_")
 
+    @property
+    def label(self) -> str:
+        """Return the name of the suite and which share of it this is."""
+        return f"{self.name} {self.share}" if self.share else self.name
+
 
 @dataclass(frozen=True)
 class Suite:
@@ -127,7 +135,8 @@ def kernels(config: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
     if suites is None:
         return StepResult(Verdict.UNDECIDED, NO_SUITES)
     markers = MARKERS[target_of_device().name]
-    found = [suite for suite in _run_all(suites, markers) if suite.cases or suite.broken]
+    every = _run_all(suites, markers, config.say)
+    found = [suite for suite in every if suite.cases or suite.broken]
     if not found:
         text = " or ".join(markers)
         return StepResult(Verdict.UNDECIDED, f"No suite of kernels marked {text} is here.")
@@ -157,24 +166,40 @@ def _longest(found: Sequence[Suite]) -> str:
     return ", ".join(f"{suite.kernel} {duration(suite.seconds)}" for suite in slowest)
 
 
-def _run_all(suites: KernelSuites, markers: Sequence[str]) -> list[Suite]:
+def _run_all(
+    suites: KernelSuites, markers: Sequence[str], say: Callable[[str], None] = lambda _line: None
+) -> list[Suite]:
     """Run every suite of a device, what takes longest first; return results by name."""
+    runs = runs_of(suites, markers)
+    left = list(runs)
+
+    def ran(folder: Path, number: int) -> Suite:
+        suite = run_suite(folder / f"{number}.xml", markers, runs[number])
+        left.remove(runs[number])
+        say(_ended_line(runs[number], suite, left, len(runs)))
+        return suite
+
     try:
         with (
             TemporaryDirectory() as folder,
-            ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool,
+            ThreadPoolExecutor(min(PROCESSES, usable_cores())) as pool,
         ):
-            runs = [
-                (Path(folder) / f"{number}.xml", markers, run)
-                for number, run in enumerate(runs_of(suites, markers))
-            ]
             try:
-                return joined(list(pool.map(lambda run: run_suite(*run), runs)))
+                return joined(list(pool.map(partial(ran, Path(folder)), range(len(runs)))))
             except BaseException:  # an interrupted night ends what it started
                 stop()
                 raise
     finally:
         _STOPPED.clear()
+
+
+def _ended_line(run: SuiteRun, suite: Suite, left: Sequence[SuiteRun], whole: int) -> str:
+    """Say that a process ended, and which are left once they are few."""
+    last = f", left: {', '.join(each.label for each in left)}" if len(left) <= _FEW else ""
+    return (
+        f"kernels: {whole - len(left)} of {whole} processes have ended{last};"
+        f" {run.label} after {duration(suite.seconds)}: {suite.verdict}, {suite.sentence}"
+    )
 
 
 def stop() -> None:

@@ -313,7 +313,14 @@ def test_a_long_file_begins_first_in_shares_and_is_one_suite(tmp_path: Path) -> 
     suites = suites_in(tmp_path)._replace(shares={"long": 3, "of_another_device": 2})
     expected = [SuiteRun(long, share=f"{number}/3") for number in (1, 2, 3)]
     assert night_kernels.runs_of(suites, ("night",)) == [*expected, SuiteRun(short)]
-    whole, parts = night_kernels._run_all(suites, ("night",))[::-1]
+    said: list[str] = []
+    whole, parts = night_kernels._run_all(suites, ("night",), said.append)[::-1]
+    lines = sorted(line.rpartition(" processes have ended")[0] for line in said)
+    assert lines == [f"kernels: {number} of 4" for number in (1, 2, 3, 4)]
+    assert sum(f"; long {number}/3 after " in line for line in said for number in (1, 2, 3)) == 3
+    assert all("DIFFERS, 1 of 1 cases fail" in line for line in said if "long 2/3 after" in line)
+    assert not any(", left: " in line for line in said if "4 of 4" in line)
+    assert sum(", left: " in line for line in said) == 3, "a night that is cut names what it lacks"
     assert (parts.kernel, parts.cases, parts.failed) == ("long", whole.cases, whole.failed)
     # A share without a case has nothing to say: five cases in all, one of them left out.
     assert night_kernels.run_suite(
