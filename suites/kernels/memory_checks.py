@@ -411,7 +411,7 @@ GROUPS = {
     "grouped in FP8": Group(_grouped_fp8, ("sm90_gemm_grouped_fp8", "simt_quantise_fp8")),
     "w4a16, experts by row": Group(_w4a16, (*w4a16_checks.KERNELS, "sm90_moe_by_row")),
     "experts": Group(_experts, ("sm90_moe_nvfp4", "simt_moe_rows")),
-    "decoded experts": Group(_decoded_experts, ("sm90_moe_decoded", "simt_moe_rows")),
+    "decoded experts": Group(_decoded_experts, ("sm90_moe_decoded",)),
     "shared expert": Group(
         _shared_expert, ("sm90_moe_nvfp4", "sm90_gemm_fp8_block", "simt_quantise_fp8")
     ),
