@@ -195,7 +195,8 @@ def _run_all(
 
 def _ended_line(run: SuiteRun, suite: Suite, left: Sequence[SuiteRun], whole: int) -> str:
     """Say that a process ended, and which are left once they are few."""
-    last = f", left: {', '.join(each.label for each in left)}" if len(left) <= _FEW else ""
+    named = 0 < len(left) <= _FEW
+    last = f", left: {', '.join(each.label for each in left)}" if named else ""
     return (
         f"kernels: {whole - len(left)} of {whole} processes have ended{last};"
         f" {run.label} after {duration(suite.seconds)}: {suite.verdict}, {suite.sentence}"

@@ -1,10 +1,11 @@
-"""Write the list of forms that suites of backends take from the kernel cache on a Hopper GPU.
+"""Write the list of forms that suites take from the kernel cache on a Hopper GPU.
 
     python -m degarble.suites.backends.needed_forms
 
 Stand-ins run the small models on the CPU. Each launch also goes through the kernel's descriptor, on
-a pretended GPU, up to the form that would be compiled. A night compiles them all in parallel first
-(degarble.harness.nightly.compiling). A form that is missing costs time, and nothing else.
+a pretended GPU, up to the form that would be compiled. Attention's contract, which several
+processes share, adds the forms that are chosen for its cases. A night compiles them all in parallel
+first (degarble.harness.nightly.compiling). A form that is missing costs time, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,8 @@ from degarble.kernels.runtime.modules import kernel_named
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.backends import cutedsl_cases as cases
 from degarble.suites.backends.cutedsl_standin import StandIn
-from degarble.suites.support.pretended_gpu import pretended_gpu
+from degarble.suites.kernels.attention import contract
+from degarble.suites.support.pretended_gpu import PROCESSORS, pretended_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,6 +128,20 @@ def forms_of_layers(folder: Path, family: str, layout: str, products: str) -> li
     return list(found)
 
 
+def forms_of_cases(kernel: str) -> list[KernelForm]:
+    """Return the forms of all cases of a kernel's contract, drawn ones too."""
+    found = dict[KernelForm, None]()
+    described = kernel_named(kernel)
+    for judged in (each for each in contract.JUDGED if each.kernel.partition("-")[0] == kernel):
+        drawn = (judged.fuzzed(seed, judged.at_once) for seed in range(judged.seeds))
+        for case in chain(judged.cases, *drawn):
+            form = described.choose_form(case.problem, TARGET)
+            if described.fit_form is not None:
+                form = described.fit_form(form, case.problem, PROCESSORS)
+            found[KernelForm(place_of(described), form)] = None
+    return list(found)
+
+
 def every_form(folder: Path) -> list[KernelForm]:
     """Return all forms, in the order in which runs ask for them."""
     found = dict[KernelForm, None]()
@@ -134,7 +151,7 @@ def every_form(folder: Path) -> list[KernelForm]:
             for products in PRODUCTS:
                 found |= dict.fromkeys(forms_of_layers(folder, family, layout, products))
         print(f"{family} {layout}: {len(found)} forms", flush=True)  # noqa: T201  a script
-    return list(found)
+    return list(found | dict.fromkeys(forms_of_cases("sm90_sparse_attention")))
 
 
 def text_of(forms: list[KernelForm]) -> str:

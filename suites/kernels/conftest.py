@@ -1,13 +1,20 @@
-"""Hold every kernel that a suite compiles to judge its machine code against the golden set."""
+"""Hold every kernel that a suite compiles to judge its machine code against the golden set.
+
+Suites compile without the kernel cache, since many change a kernel's code in this process; tests
+that change none may ask for it.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from degarble.kernels.runtime import kernel
+from degarble.kernels.runtime.compiling import read_settings
 from degarble.suites.golden import ptx
 
 if TYPE_CHECKING:
@@ -31,3 +38,18 @@ def _golden_ptx(request: pytest.FixtureRequest) -> Iterator[None]:
     with ptx.compiled_kernels() as kernels:
         yield
     ptx.require_known(kernels, request.node.nodeid)
+
+
+@pytest.fixture
+def kernel_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take kernels from the cache of DEGARBLE_KERNEL_CACHE, and keep there what is compiled.
+
+    Processes that share a suite then compile a form once. Only for tests of kernels as they are.
+    """
+    settings = read_settings(os.environ)
+    compile_kernel: Any = vars(kernel)["compile_kernel"]
+
+    def kept(entry: Any, arguments: Any, target: Any, _settings: Any, request: Any) -> Any:
+        return compile_kernel(entry, arguments, target, settings, request)
+
+    monkeypatch.setattr(kernel, "compile_kernel", kept)

@@ -149,6 +149,7 @@ def test_a_wrong_bit_and_an_unwritten_byte_are_detected(
             flat[place] = kept
 
 
+@pytest.mark.usefixtures("kernel_cache")
 @pytest.mark.parametrize(
     ("judged", "case"),
     [
@@ -161,6 +162,7 @@ def test_a_case_is_as_defined(judged: Judged, case: Any) -> None:
     assert not judged.mismatch(case)
 
 
+@pytest.mark.usefixtures("kernel_cache")
 @pytest.mark.parametrize(
     ("judged", "seed"),
     [
@@ -174,6 +176,7 @@ def test_fuzzed_cases_are_as_defined(judged: Judged, seed: int) -> None:
     assert not [why for case in cases if (why := judged.mismatch(case))]
 
 
+@pytest.mark.usefixtures("kernel_cache")
 @pytest.mark.parametrize(
     "judged",
     [
@@ -188,6 +191,7 @@ def test_two_runs_are_equal_bit_for_bit(judged: Judged) -> None:
         assert same_bits(judged.launch(case), judged.launch(case)), case.name
 
 
+@pytest.mark.usefixtures("kernel_cache")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=case.devices) for case in REPLAYS]
 )

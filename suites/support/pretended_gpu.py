@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from degarble.suites.bench.runner import Arm
 
 META = "meta"
+PROCESSORS = 132  # of an H200
 
 
 def _compiled(*_arguments: Any) -> Any:
@@ -57,7 +58,7 @@ def pretended_gpu(
         "require_device": lambda _tensors: 0,
         "target_of_device": lambda *_device: TARGETS[target],
         "current_stream": lambda _device: None,
-        "processors_of": lambda _device: 132,
+        "processors_of": lambda _device: PROCESSORS,
     }
     ours = [
         module

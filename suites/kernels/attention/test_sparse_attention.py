@@ -136,6 +136,7 @@ def test_the_formula_of_v32_is_that_of_the_references() -> None:
     assert torch.allclose(out.flatten(1), made, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.usefixtures("kernel_cache")
 @pytest.mark.parametrize(
     ("entry", "width"),
     [
@@ -170,6 +171,7 @@ def test_a_wider_list_adds_splits_and_moves_no_key_to_another(
     assert facts.choose_splits(wider) > facts.choose_splits(plain) > 1
 
 
+@pytest.mark.usefixtures("kernel_cache")
 @pytest.mark.h200
 @pytest.mark.parametrize("mode", facts.MODES)
 @each_widening
@@ -235,6 +237,7 @@ def test_fewer_heads_of_a_thread_block_have_the_same_bits(
     assert torch.equal(few[1], many[1])
 
 
+@pytest.mark.usefixtures("kernel_cache")
 @pytest.mark.h200
 def test_a_slot_beyond_the_cache_is_nan_for_its_token_alone() -> None:
     case = checks.Case(tokens=3, far=700, seed=2)
