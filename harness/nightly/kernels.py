@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,6 +111,8 @@ class Suite:
     broken: str = ""  # why there is no answer
     left: str = ""  # how many cases were not decided, and why the first was not
     seconds: float = field(default=0.0, compare=False)  # of its longest process
+    lacked_memory: bool = False  # of the device, which others used at the same time
+    alone: bool = False  # it ran again after the others, since it had lacked memory
 
     @property
     def verdict(self) -> Verdict:
@@ -154,7 +157,7 @@ def kernels(config: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
             for suite in wrong
         ),
         judged=tuple(f"kernels.{suite.kernel}" for suite in found),
-        facts={"longest suites": _longest(found)},
+        facts={"longest suites": _longest(found), **_again(found)},
         lines=tuple(f"{e.kernel}: {e.sentence}" for e in found if e in wrong or e.left),
         rows=tuple((suite.kernel, str(suite.verdict), suite.sentence) for suite in found),
     )
@@ -166,10 +169,19 @@ def _longest(found: Sequence[Suite]) -> str:
     return ", ".join(f"{suite.kernel} {duration(suite.seconds)}" for suite in slowest)
 
 
+def _again(found: Sequence[Suite]) -> dict[str, str]:
+    """Name the suites that ran again."""
+    names = ", ".join(suite.kernel for suite in found if suite.alone)
+    return {"suites run again alone for memory": names} if names else {}
+
+
 def _run_all(
     suites: KernelSuites, markers: Sequence[str], say: Callable[[str], None] = lambda _line: None
 ) -> list[Suite]:
-    """Run every suite of a device, what takes longest first; return results by name."""
+    """Run every suite of a device, what takes longest first; return results by name.
+
+    What lacked memory of the device beside other suites runs again when those have ended.
+    """
     runs = runs_of(suites, markers)
     left = list(runs)
 
@@ -185,7 +197,12 @@ def _run_all(
             ThreadPoolExecutor(min(PROCESSES, usable_cores())) as pool,
         ):
             try:
-                return joined(list(pool.map(partial(ran, Path(folder)), range(len(runs)))))
+                found = list(pool.map(partial(ran, Path(folder)), range(len(runs))))
+                lacking = [number for number, suite in enumerate(found) if suite.lacked_memory]
+                left += [runs[number] for number in lacking]
+                for number in lacking:
+                    found[number] = replace(ran(Path(folder), number), alone=True)
+                return joined(found)
             except BaseException:  # an interrupted night ends what it started
                 stop()
                 raise
@@ -223,6 +240,7 @@ def joined(found: Sequence[Suite]) -> list[Suite]:
             "; ".join(share.broken for share in shares if share.broken),
             "; ".join(share.left for share in shares if share.left),
             max(share.seconds for share in shares),
+            alone=any(share.alone for share in shares),
         )
         if suite.left and not (suite.cases or suite.broken):
             suite = replace(suite, broken=f"skipped every case: {suite.left}")
@@ -283,7 +301,8 @@ def _ran(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
         return Suite(kernel)
     if status not in (0, 1) or not report.exists():
         last = " ".join(said.split())[-_LONG:]
-        return Suite(kernel, broken=f"{which}broke off with status {status}: {last}")
+        why = f"{which}broke off with status {status}: {last}"
+        return Suite(kernel, broken=why, lacked_memory=_lacks_memory(said))
     suite = suite_of(kernel, report)
     # Pytest failed outside of any case, for example in a fixture's teardown.
     if status and suite.verdict is Verdict.AGREES:
@@ -328,7 +347,13 @@ def suite_of(kernel: str, report: Path) -> Suite:
     skipped = [case for case in cases if case.find("skipped") is not None]
     left = f"{len(skipped):,} undecided, first {_case_message(skipped[0])}" if skipped else ""
     first = _case_message(failed[0]) if failed else ""
-    return Suite(kernel, len(ran), len(failed), first, left=left)
+    lacked = any(_lacks_memory(ET.tostring(case, encoding="unicode")) for case in failed)
+    return Suite(kernel, len(ran), len(failed), first, left=left, lacked_memory=lacked)
+
+
+def _lacks_memory(said: str) -> bool:
+    """Whether torch or a library of CUDA found no memory of the device."""
+    return re.search("CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|ALLOC_FAILED", said) is not None
 
 
 def _case_message(case: ET.Element) -> str:

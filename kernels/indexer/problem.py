@@ -76,6 +76,9 @@ OF_ONE_TOKEN = {
     "fp8": ScoresTeam(2, CONSUMERS, (), 4, 4, True, 128, asked_early=1),
 }
 FILLED = (9, 10)  # of the places, from which on one wave is better than two
+# A second wave of fewer blocks than a quarter of the places lasts as long as the first; of chunks a
+# quarter as long it does not.
+QUARTERS = 4
 
 
 @dataclass(frozen=True)
@@ -346,7 +349,10 @@ def grid(problem: ScoresProblem, form: ScoresForm, processors: int) -> tuple[int
     places, (filled, of) = team.blocks * processors, FILLED
     one = team.one_wave and of * (places // count * count) >= filled * places
     most = ceil_div(problem.entries, team.fewest_keys)
-    chunks = max(1, min(most, (1 if one else 2) * places // count))
+    wanted = (1 if one else 2) * places // count
+    if team.one_wave and places < count < places + places // QUARTERS:
+        wanted = QUARTERS
+    chunks = max(1, min(most, wanted))
     keys = round_up(ceil_div(problem.entries, chunks), KEYS)
     return tiles, ceil_div(problem.entries, keys), keys
 

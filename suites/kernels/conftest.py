@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from degarble.kernels.runtime import kernel
 from degarble.kernels.runtime.compiling import read_settings
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _JUDGES_CODE = re.compile("compile|machine_code")
 _OTHER_KERNELS = re.compile("_faults$|^test_compiling$")
 _COMPILES = find_spec("cutlass") is not None
+_LARGE = 4 << 30  # bytes of a device
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,14 @@ def _golden_ptx(request: pytest.FixtureRequest) -> Iterator[None]:
     with ptx.compiled_kernels() as kernels:
         yield
     ptx.require_known(kernels, request.node.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def _memory_given_back() -> Iterator[None]:
+    """Give much memory of the device back after a test: in a night others run at the same time."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _LARGE:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -326,6 +327,50 @@ def test_a_long_file_begins_first_in_shares_and_is_one_suite(tmp_path: Path) -> 
     assert night_kernels.run_suite(
         tmp_path / "none.xml", ("night",), SuiteRun(long, share="9/9")
     ) == Suite("long")
+
+
+FULL = """
+from pathlib import Path
+import pytest
+
+@pytest.mark.night
+def test_large():
+    tried = Path(__file__).with_name("tried")
+    first = not tried.exists()
+    tried.touch()
+    if {lacking}:
+        raise RuntimeError("{why}")
+"""
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("why", "lacking", "failed"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.73 GiB.", "first", 0),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "first", 0),
+        ("CUDA out of memory. Tried to allocate 2.73 GiB.", "True", 1),
+        ("too large", "first", 1),
+    ],
+)
+def test_a_suite_that_lacks_memory_beside_others_runs_again_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str, lacking: str, failed: int
+) -> None:
+    """A device that others fill is no fault of a kernel; one that is too small is reported."""
+    (tmp_path / "kernels").mkdir()
+    text = FULL.format(why=why, lacking=lacking)
+    (tmp_path / "kernels" / "test_full.py").write_text(f"# mark.gpu\n{text}")
+    (tmp_path / "kernels" / "test_other.py").write_text(f"# mark.gpu\n{SUITE}")
+    monkeypatch.setattr(night_kernels, "MARKERS", {SM90A.name: ("night", "gpu")})
+    monkeypatch.setattr(night_kernels, "installed_suites", lambda: suites_in(tmp_path))
+    said: list[str] = []
+    result = night_kernels.kernels(replace(asked(tmp_path), say=said.append), {})
+    again = why != "too large"
+    full = next(row for row in result.rows if row[0] == "full")
+    assert full[1] == ("DIFFERS" if failed else "AGREES")
+    alone = result.facts.get("suites run again alone for memory")
+    assert alone == ("full" if again else None)
+    assert sum("full after" in line for line in said) == 1 + again
 
 
 def test_a_share_that_breaks_off_is_no_agreement() -> None:

@@ -108,7 +108,7 @@ def test_the_form_and_the_cut_do_not_depend_on_company() -> None:
 
 
 @pytest.mark.parametrize("operands", facts.OPERANDS)
-@pytest.mark.parametrize("tokens", [1, 3, 64, 4096])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 300, 4096])
 @pytest.mark.parametrize("entries", [1, 127, 512, 513, 8192, 100_001])
 def test_chunks_cover_the_keys_once(tokens: int, entries: int, operands: str) -> None:
     problem = problem_of(tokens, 64, entries, operands)
@@ -121,8 +121,12 @@ def test_chunks_cover_the_keys_once(tokens: int, entries: int, operands: str) ->
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunks"), [(16, 16), (64, 4), (128, 2), (150, 3), (200, 2), (264, 1), (300, 1)]
-)
+    ("tokens", "chunks"),
+    [
+        (16, 16), (64, 4), (128, 2), (150, 3), (200, 2), (264, 1),
+        (265, 4), (300, 4), (329, 4), (330, 1), (1000, 1),
+    ],
+)  # fmt: skip
 def test_one_wave_is_taken_where_it_fills_the_places(tokens: int, chunks: int) -> None:
     problem = replace(problem_of(tokens, 64, 32_768, "fp8"), sequences=tokens)
     assert facts.grid(problem, choose_form(problem, "sm_90a"), PROCESSORS)[:2] == (tokens, chunks)

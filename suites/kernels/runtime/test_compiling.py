@@ -20,6 +20,7 @@ from degarble.harness.base.errors import (
     UnknownName,
     UnreadableFile,
 )
+from degarble.kernels.rows.problem import ScaleProblem
 from degarble.kernels.runtime import compiling, targets
 from degarble.kernels.runtime.compiling import (
     CompileSettings,
@@ -32,6 +33,7 @@ from degarble.kernels.runtime.compiling import (
     sources_digest,
     unstated_roundings,
 )
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.kernels.runtime.targets import (
     SM90A,
     SM100A,
@@ -57,6 +59,22 @@ def crowded() -> ModuleType:
 
 def entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
+
+
+@pytest.mark.needs("cutlass")
+def test_a_suite_may_share_its_kernels_with_other_processes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its settings name no cache; with the fixture they mean the user's."""
+    kernel = kernel_named("simt_scale")
+    compile_anew = kernel.compile_form.__wrapped__  # type: ignore[attr-defined]
+    form = kernel.choose_form(ScaleProblem(1, 64), "sm_90a")
+    monkeypatch.setenv("DEGARBLE_KERNEL_CACHE", str(tmp_path / "kernels"))
+    assert not compile_anew(form, CompileSettings()).from_cache
+    assert not (tmp_path / "kernels").exists()
+    request.getfixturevalue("kernel_cache")
+    made = [compile_anew(form, CompileSettings()).from_cache for _ in range(2)]
+    assert made == [False, True]
 
 
 @pytest.mark.needs("cutlass")
