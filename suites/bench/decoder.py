@@ -214,14 +214,20 @@ def attention(config: V4Config, block: Block, recipe: str) -> records.AttentionW
     )  # fmt: skip
 
 
+def routed_to(config: Any, every: Experts) -> records.RoutedWeights:
+    """A router that spreads tokens over all experts, as trained ones do: its bias is zero."""
+    count = config.n_routed_experts
+    return records.RoutedWeights(bf16(count, config.hidden_size), filled((count,), 0.0), every)
+
+
 def layer(config: V4Config, block: Block, every: Experts, recipe: str) -> records.LayerWeights:
     """A layer of random weights; routed experts are those of all sets."""
-    hidden, count = config.hidden_size, config.n_routed_experts
+    hidden = config.hidden_size
     width = config.moe_intermediate_size
     shared: Any = experts(hidden, width, 1)
     if recipe == FP8:
         shared = fp8(2 * width, hidden), fp8(hidden, width)
-    routed = records.RoutedWeights(bf16(count, hidden), float32(count), every)
+    routed = routed_to(config, every)
     ffn = records.FfnWeights(mixing(config, 24), norm(hidden), routed, shared)
     return records.LayerWeights(block, config.rope(block), attention(config, block, recipe), ffn)
 
@@ -263,8 +269,7 @@ def layer_v32(config: Any, block: Block, every: Experts, recipe: str) -> records
         gated = gated_v32(hidden, config.intermediate_size, recipe)
         ffn = records.MlpWeights(norm_v32(hidden), gated, None)
     else:
-        count = config.n_routed_experts
-        routed = records.RoutedWeights(bf16(count, hidden), float32(count), every)
+        routed = routed_to(config, every)
         shared = gated_v32(hidden, config.moe_intermediate_size, recipe)
         ffn = records.MlpWeights(norm_v32(hidden), shared, routed)
     return records.LatentLayer(block, config.rope(block), attention_v32(config, recipe), ffn)

@@ -20,6 +20,7 @@ from degarble.harness.nightly.pages import write_night
 from degarble.harness.nightly.table import STEPS as OF_PRODUCT
 from degarble.harness.nightly.table import follow, lead, over_ranks
 from degarble.harness.plugins.presence import DEVICES
+from degarble.harness.plugins.progress import tell
 from degarble.suites.museum.random_faults.nightly import with_random_faults
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions
 
 FOLDER = Path("out") / "nights"
+PROGRESS = "progress.log"  # beside the journal
 STEPS = with_random_faults(OF_PRODUCT)
 MARKS = ("b200", "h200", "night")
 PLACES = [
@@ -93,6 +95,8 @@ def _begun(
             nights[gpu] = Night(config, STEPS)
         except Refused as error:
             pytest.exit(f"REFUSED: {error}", returncode=error.exit_status)
+        if not nights[gpu].journal.continues:
+            (config.work / PROGRESS).unlink(missing_ok=True)
         say("\n" + "\n".join(nights[gpu].plan))
     return nights[gpu]
 
@@ -111,9 +115,7 @@ def test_night(
         pytest.skip(f"rank 0 judges: {follow(step)}")
 
     def say(text: str) -> None:
-        terminal = pytestconfig.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None:
-            terminal.write_line(text)
+        tell(pytestconfig, nights[gpu].asked.work / PROGRESS, text)
 
     def ran() -> StepResult:
         return _begun(nights, run_options, gpu=gpu, say=say).result(step)
