@@ -122,7 +122,7 @@ def _listed(path: Path | None) -> list[Any]:
     if path is None:
         return []
     found = json.loads(read_small_text(path, LARGEST_LIST))
-    forms: list[Any] = found["forms"]
+    forms: list[Any] = [*found["forms"], *found.get("of_contracts", ())]
     return forms
 
 

@@ -26,7 +26,7 @@ from itertools import groupby, product
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event
+from threading import Event, Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +56,10 @@ _RUNNING: set[int] = set()  # sessions of suites
 _STOPPED = Event()  # no suite begins any more
 _SHARES = "degarble.harness.plugins.shares"
 _KERNEL = attrgetter("kernel")
+_NO_MEMORY = (
+    r"CUDA (\w+ )*(error: )?out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+    r"|STATUS_ALLOC_FAILED"
+)
 _NO_CASES = 5  # status of pytest; 0 and 1 are answers
 
 
@@ -112,7 +116,7 @@ class Suite:
     left: str = ""  # how many cases were not decided, and why the first was not
     seconds: float = field(default=0.0, compare=False)  # of its longest process
     lacked_memory: bool = False  # of the device, which others used at the same time
-    alone: bool = False  # it ran again after the others, since it had lacked memory
+    again: bool = False  # it ran a second time, after the others, since it had lacked memory
 
     @property
     def verdict(self) -> Verdict:
@@ -170,9 +174,9 @@ def _longest(found: Sequence[Suite]) -> str:
 
 
 def _again(found: Sequence[Suite]) -> dict[str, str]:
-    """Name the suites that ran again."""
-    names = ", ".join(suite.kernel for suite in found if suite.alone)
-    return {"suites run again alone for memory": names} if names else {}
+    """Name the suites that ran a second time."""
+    names = ", ".join(suite.kernel for suite in found if suite.again)
+    return {"suites that lacked memory and ran again": names} if names else {}
 
 
 def _run_all(
@@ -180,15 +184,17 @@ def _run_all(
 ) -> list[Suite]:
     """Run every suite of a device, what takes longest first; return results by name.
 
-    What lacked memory of the device beside other suites runs again when those have ended.
+    What lacked memory of the device beside other suites runs again when those have ended, one
+    process after the other, until one lacks it even then.
     """
-    runs = runs_of(suites, markers)
+    runs, ended = runs_of(suites, markers), Lock()
     left = list(runs)
 
     def ran(folder: Path, number: int) -> Suite:
         suite = run_suite(folder / f"{number}.xml", markers, runs[number])
-        left.remove(runs[number])
-        say(_ended_line(runs[number], suite, left, len(runs)))
+        with ended:
+            left.remove(runs[number])
+            say(_ended_line(runs[number], suite, left, len(runs)))
         return suite
 
     try:
@@ -200,8 +206,11 @@ def _run_all(
                 found = list(pool.map(partial(ran, Path(folder)), range(len(runs))))
                 lacking = [number for number, suite in enumerate(found) if suite.lacked_memory]
                 left += [runs[number] for number in lacking]
-                for number in lacking:
-                    found[number] = replace(ran(Path(folder), number), alone=True)
+                for number in lacking:  # in a thread that stop() reaches
+                    again = pool.submit(ran, Path(folder), number).result()
+                    found[number] = replace(again, again=True)
+                    if again.lacked_memory:  # whoever has it keeps it
+                        break
                 return joined(found)
             except BaseException:  # an interrupted night ends what it started
                 stop()
@@ -240,7 +249,7 @@ def joined(found: Sequence[Suite]) -> list[Suite]:
             "; ".join(share.broken for share in shares if share.broken),
             "; ".join(share.left for share in shares if share.left),
             max(share.seconds for share in shares),
-            alone=any(share.alone for share in shares),
+            again=any(share.again for share in shares),
         )
         if suite.left and not (suite.cases or suite.broken):
             suite = replace(suite, broken=f"skipped every case: {suite.left}")
@@ -292,6 +301,7 @@ def _ran(report: Path, markers: Sequence[str], run: SuiteRun) -> Suite:
     if own_share:
         line += ["-p", _SHARES, "--share", own_share]
     line += ["-p", "no:cacheprovider", "--junitxml", str(report), str(path)]
+    report.unlink(missing_ok=True)  # of a first run
     environment = {k: v for k, v in os.environ.items() if k not in _NIGHT_VARIABLES}
     environment["CI"] = "true"  # a package that is missing fails its cases, instead of hiding them
     status, said = _ended(line, environment)
@@ -347,21 +357,22 @@ def suite_of(kernel: str, report: Path) -> Suite:
     skipped = [case for case in cases if case.find("skipped") is not None]
     left = f"{len(skipped):,} undecided, first {_case_message(skipped[0])}" if skipped else ""
     first = _case_message(failed[0]) if failed else ""
-    lacked = any(_lacks_memory(ET.tostring(case, encoding="unicode")) for case in failed)
+    # A case that fails for another reason is the answer, whatever else lacked memory.
+    lacked = bool(failed) and all(_lacks_memory(_case_message(case, None)) for case in failed)
     return Suite(kernel, len(ran), len(failed), first, left=left, lacked_memory=lacked)
 
 
 def _lacks_memory(said: str) -> bool:
     """Whether torch or a library of CUDA found no memory of the device."""
-    return re.search("CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|ALLOC_FAILED", said) is not None
+    return re.search(_NO_MEMORY, said) is not None
 
 
-def _case_message(case: ET.Element) -> str:
+def _case_message(case: ET.Element, most: int | None = _LONG) -> str:
     """Return a case's name, and why it failed or was skipped."""
     why = _failure_element(case)
     why = case.find("skipped") if why is None else why
     words = "" if why is None else why.get("message") or ""
-    return f"{case.get('name')}: {' '.join(words.split())[:_LONG]}"
+    return f"{case.get('name')}: {' '.join(words.split())[:most]}"
 
 
 def _failure_element(case: ET.Element) -> ET.Element | None:

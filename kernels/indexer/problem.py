@@ -350,7 +350,7 @@ def grid(problem: ScoresProblem, form: ScoresForm, processors: int) -> tuple[int
     one = team.one_wave and of * (places // count * count) >= filled * places
     most = ceil_div(problem.entries, team.fewest_keys)
     wanted = (1 if one else 2) * places // count
-    if team.one_wave and places < count < places + places // QUARTERS:
+    if team.one_wave and most >= QUARTERS and places < count < places + places // QUARTERS:
         wanted = QUARTERS
     chunks = max(1, min(most, wanted))
     keys = round_up(ceil_div(problem.entries, chunks), KEYS)

@@ -46,6 +46,7 @@ LENGTHS = (0, 7)  # of cases.LENGTHS: few, some and many rows
 STEPS = 3
 CODED = ("fp8", "nvfp4", "fp8-v32-ue8m0", "fp8-v32")  # entries that suites give caches of latents
 TARGET = SM90A.name
+SHARED = "sm90_sparse_attention"  # a kernel whose contract several processes share
 
 
 class Launching(StandIn):
@@ -151,14 +152,18 @@ def every_form(folder: Path) -> list[KernelForm]:
             for products in PRODUCTS:
                 found |= dict.fromkeys(forms_of_layers(folder, family, layout, products))
         print(f"{family} {layout}: {len(found)} forms", flush=True)  # noqa: T201  a script
-    return list(found | dict.fromkeys(forms_of_cases("sm90_sparse_attention")))
+    return list(found)
 
 
 def text_of(forms: list[KernelForm]) -> str:
-    """Return the list as a document, a form a line, in the order of their text."""
-    lines = sorted(json.dumps(form.plain(), sort_keys=True) for form in forms)
-    listed = ",\n".join(f"  {line}" for line in lines)
-    return f'{{"forms": [\n{listed}\n]}}\n'
+    """Return the document: forms of backends, then those that a contract has beyond them."""
+    more = [form for form in forms_of_cases(SHARED) if form not in set(forms)]
+    return f'{{"forms": [\n{_lines(forms)}\n], "of_contracts": [\n{_lines(more)}\n]}}\n'
+
+
+def _lines(forms: list[KernelForm]) -> str:
+    """Return a form a line, in the order of their text."""
+    return ",\n".join(sorted(f"  {json.dumps(form.plain(), sort_keys=True)}" for form in forms))
 
 
 def main() -> int:

@@ -18,15 +18,23 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 
-def listed() -> set[KernelForm]:
-    return {KernelForm.read(raw) for raw in json.loads(KEPT.read_text())["forms"]}
+def listed(*parts: str) -> set[KernelForm]:
+    document = json.loads(KEPT.read_text())
+    return {KernelForm.read(raw) for part in parts for raw in document[part]}
 
 
 def test_whole_layers_ask_for_listed_forms_alone(tmp_path: Path) -> None:
     found = forms_of_layers(tmp_path, "v32", "nvfp4-full", FEW_ROWS)
     names = {form.name for form in found}
     assert {"sm90_gemm_w4a16", "sm90_sparse_attention", "simt_kv_write"} <= names
-    assert set(found) <= listed(), "run: python -m degarble.suites.backends.needed_forms"
+    assert set(found) <= listed("forms"), "run: python -m degarble.suites.backends.needed_forms"
+
+
+def test_a_contract_that_processes_share_asks_for_listed_forms_alone() -> None:
+    found = needed_forms.forms_of_cases(needed_forms.SHARED)
+    assert len(found) > 50
+    assert set(found) <= listed("forms", "of_contracts"), "as above"
+    assert not listed("forms") & listed("of_contracts")
 
 
 @pytest.mark.slow

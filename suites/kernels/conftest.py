@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from importlib.util import find_spec
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,11 +52,14 @@ def _memory_given_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def kernel_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernel_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take kernels from the cache of DEGARBLE_KERNEL_CACHE, and keep there what is compiled.
 
-    Processes that share a suite then compile a form once. Only for tests of kernels as they are.
+    Processes that share a suite then compile a form once. Only for tests of kernels as they are: a
+    changed one would stay in the cache.
     """
+    changing = {"monkeypatch", "fault"} & set(signature(request.function).parameters)
+    assert not changing, f"{request.node.name} may change a kernel's code: {changing}"
     settings = read_settings(os.environ)
     compile_kernel: Any = vars(kernel)["compile_kernel"]
 

@@ -329,48 +329,149 @@ def test_a_long_file_begins_first_in_shares_and_is_one_suite(tmp_path: Path) -> 
     ) == Suite("long")
 
 
+@pytest.mark.parametrize(("cores", "at_once"), [(1, 1), (2, 2), (64, 3)])
+def test_as_many_suites_run_at_once_as_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: int, at_once: int
+) -> None:
+    (tmp_path / "kernels").mkdir()
+    for number in range(3):
+        (tmp_path / "kernels" / f"test_{number}.py").write_text("# mark.gpu\n")
+    now, most = [0], [0]
+    lock, together = threading.Lock(), threading.Event()
+
+    def run(_: Path, __: tuple[str, ...], of: SuiteRun) -> Suite:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            if now[0] == at_once:
+                together.set()
+        assert together.wait(30)
+        time.sleep(0.05)
+        with lock:
+            now[0] -= 1
+        return Suite(of.name, 1)
+
+    monkeypatch.setattr(night_kernels, "run_suite", run)
+    monkeypatch.setattr(night_kernels, "usable_cores", lambda: cores)
+    assert len(night_kernels._run_all(suites_in(tmp_path), ("gpu",))) == 3
+    assert most == [at_once]
+
+
 FULL = """
+import os
 from pathlib import Path
 import pytest
 
+TRIED = Path(__file__).with_suffix(".tried")
+FIRST = not TRIED.exists()
+TRIED.touch()
+
 @pytest.mark.night
 def test_large():
-    tried = Path(__file__).with_name("tried")
-    first = not tried.exists()
-    tried.touch()
     if {lacking}:
-        raise RuntimeError("{why}")
+        {fails}
+
+@pytest.mark.night
+def test_beside():
+    assert not ({apart})  # CUDA out of memory is not why
 """
+LACKS = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.73 GiB.')"
+BREAKS = "pytest.exit('CUDA error: out of memory', 3)"
+NO_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.73 GiB.", "CUDA error: out of memory",
+    "CUDA driver error: out of memory", "cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+)  # fmt: skip
+
+
+def in_memory_of_others(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, **of_suites: dict[str, str]
+) -> tuple[Any, list[str]]:
+    """Run suites of which some lack memory; return the step's result, and what it told."""
+    (folder / "kernels").mkdir()
+    for name, given in of_suites.items():
+        text = FULL.format(**{"lacking": "FIRST", "fails": LACKS, "apart": "False"} | given)
+        (folder / "kernels" / f"test_{name}.py").write_text(f"# mark.gpu\n{text}")
+    monkeypatch.setattr(night_kernels, "MARKERS", {SM90A.name: ("night", "gpu")})
+    monkeypatch.setattr(night_kernels, "installed_suites", lambda: suites_in(folder))
+    said: list[str] = []
+    return night_kernels.kernels(replace(asked(folder), say=said.append), {}), said
+
+
+@pytest.mark.parametrize("text", NO_MEMORY)
+def test_a_full_device_is_known_by_what_is_said(text: str) -> None:
+    assert night_kernels._lacks_memory(f"RuntimeError: {text}")
+    assert not night_kernels._lacks_memory("AssertionError: bits are out of place in memory")
 
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("why", "lacking", "failed"),
+    ("given", "runs", "says"),
     [
-        ("CUDA out of memory. Tried to allocate 2.73 GiB.", "first", 0),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "first", 0),
-        ("CUDA out of memory. Tried to allocate 2.73 GiB.", "True", 1),
-        ("too large", "first", 1),
+        ({}, 2, "2 cases agree"),
+        ({"fails": BREAKS}, 2, "2 cases agree"),
+        ({"lacking": "True"}, 2, "1 of 2 cases fail, first test_large: RuntimeError: CUDA out of"),
+        ({"fails": "raise RuntimeError('too large')"}, 1, "1 of 2 cases fail"),
+        ({"apart": "FIRST"}, 1, "2 of 2 cases fail"),
+        ({"lacking": "False", "apart": "FIRST"}, 1, "1 of 2 cases fail, first test_beside"),
+        ({"lacking": "os._exit(1) if not FIRST else True"}, 2, "broke off with status 1"),
     ],
+    ids=["once", "broken off", "always", "another error", "apart as well", "apart", "then broken"],
 )
-def test_a_suite_that_lacks_memory_beside_others_runs_again_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str, lacking: str, failed: int
+def test_a_suite_that_lacks_memory_beside_others_runs_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str], runs: int, says: str
 ) -> None:
-    """A device that others fill is no fault of a kernel; one that is too small is reported."""
+    """A device that others fill is no fault of a kernel; what else fails is never asked twice."""
+    result, said = in_memory_of_others(monkeypatch, tmp_path, full=given)
+    ((name, verdict, sentence),) = result.rows
+    assert (name, verdict) == ("full", "AGREES" if says == "2 cases agree" else "DIFFERS")
+    assert sentence.startswith(says)
+    again = result.facts.get("suites that lacked memory and ran again")
+    assert again == ("full" if runs == 2 else None)
+    assert sum("full after" in line for line in said) == runs
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_no_more_suites_run_again_where_memory_stays_full(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stays = {"lacking": "True"}
+    _, said = in_memory_of_others(monkeypatch, tmp_path, one=stays, two=stays, three=stays)
+    assert len(said) == 4, "three, and one of them again"
+
+
+def test_an_interrupted_second_run_is_ended_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "kernels").mkdir()
-    text = FULL.format(why=why, lacking=lacking)
-    (tmp_path / "kernels" / "test_full.py").write_text(f"# mark.gpu\n{text}")
-    (tmp_path / "kernels" / "test_other.py").write_text(f"# mark.gpu\n{SUITE}")
-    monkeypatch.setattr(night_kernels, "MARKERS", {SM90A.name: ("night", "gpu")})
-    monkeypatch.setattr(night_kernels, "installed_suites", lambda: suites_in(tmp_path))
-    said: list[str] = []
-    result = night_kernels.kernels(replace(asked(tmp_path), say=said.append), {})
-    again = why != "too large"
-    full = next(row for row in result.rows if row[0] == "full")
-    assert full[1] == ("DIFFERS" if failed else "AGREES")
-    alone = result.facts.get("suites run again alone for memory")
-    assert alone == ("full" if again else None)
-    assert sum("full after" in line for line in said) == 1 + again
+    child = tmp_path / "child"
+    hangs = HANGS.replace("86_400", "100").format(child=child)  # one that is left ends some time
+    (tmp_path / "kernels" / "test_hangs.py").write_text(f"# mark.h200\n{hangs}")
+    true, runs = night_kernels.run_suite, list[str]()
+
+    interrupted: list[float] = []
+
+    def interrupt() -> None:
+        until(lambda: child.exists() and bool(child.read_text()))
+        interrupted.append(time.monotonic())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def run(report: Path, markers: tuple[str, ...], of: SuiteRun) -> Suite:
+        runs.append(of.name)
+        if len(runs) == 1:
+            return Suite("hangs", 1, 1, lacked_memory=True)
+        threading.Thread(target=interrupt).start()
+        return true(report, markers, of)
+
+    monkeypatch.setattr(night_kernels, "run_suite", run)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            night_kernels._run_all(suites_in(tmp_path), ("h200",))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - interrupted[0] < 60
+    assert ends(int(child.read_text()))
 
 
 def test_a_share_that_breaks_off_is_no_agreement() -> None:

@@ -82,10 +82,9 @@ class Case:
 
 
 def run(name: str, problem: Any, **given: Tensor) -> Tensor:
-    """Run a kernel; return its first result."""
-    made = kernel_named(name).run(problem, SETTINGS, **given)
-    first: Tensor = next(tensor for tensor in made.values() if tensor is not None)
-    return first
+    """Run a kernel of one result."""
+    made: Tensor = kernel_named(name).run_one(problem, SETTINGS, **given)
+    return made
 
 
 def apart(case: Case, given: dict[str, Tensor]) -> Tensor:
@@ -93,7 +92,8 @@ def apart(case: Case, given: dict[str, Tensor]) -> Tensor:
     p = case.problem
     if p.splits:
         splits = {name: given[name] for name in ("sums", "stats")}
-        x = run("simt_attention_merge", MergeProblem(p.tokens, p.heads, p.splits, False), **splits)
+        merging = MergeProblem(p.tokens, p.heads, p.splits, False)
+        x = kernel_named("simt_attention_merge").run(merging, SETTINGS, **splits)["out"]
     else:
         x = given["x"]
     values = x[..., : p.inner].flatten(1).contiguous()

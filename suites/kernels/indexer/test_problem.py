@@ -132,6 +132,23 @@ def test_one_wave_is_taken_where_it_fills_the_places(tokens: int, chunks: int) -
     assert facts.grid(problem, choose_form(problem, "sm_90a"), PROCESSORS)[:2] == (tokens, chunks)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "entries", "operands", "target", "chunks"),
+    [
+        (132, 64, 8192, "bf16", "sm_90a", 1), (133, 64, 8192, "bf16", "sm_90a", 4),
+        (164, 64, 8192, "bf16", "sm_90a", 4), (165, 64, 8192, "bf16", "sm_90a", 1),
+        (300, 64, 385, "fp8", "sm_90a", 4), (300, 64, 384, "fp8", "sm_90a", 1),
+        (140, 128, 8192, "fp8", "sm_90a", 1), (140, 64, 8192, "fp8", "sm_100a", 1),
+    ],
+)  # fmt: skip
+def test_keys_are_cut_for_a_second_wave_of_few_blocks(
+    tokens: int, heads: int, entries: int, operands: str, target: str, chunks: int
+) -> None:
+    """Only of decodes that would be one wave, and of rows that give each chunk its keys."""
+    problem = replace(problem_of(tokens, heads, entries, operands), sequences=tokens)
+    assert facts.grid(problem, choose_form(problem, target), PROCESSORS)[1] == chunks
+
+
 def test_pages_are_measured_as_written() -> None:
     assert KeyPages("fp8", 64, 1).stride == 64 * 132
     assert KeyPages("fp8", 64, 1, 8640).stride == 8640

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,18 +65,25 @@ def entries(folder: Path) -> list[Path]:
 
 @pytest.mark.needs("cutlass")
 def test_a_suite_may_share_its_kernels_with_other_processes(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Its settings name no cache; with the fixture they mean the user's."""
     kernel = kernel_named("simt_scale")
     compile_anew = kernel.compile_form.__wrapped__  # type: ignore[attr-defined]
     form = kernel.choose_form(ScaleProblem(1, 64), "sm_90a")
-    monkeypatch.setenv("DEGARBLE_KERNEL_CACHE", str(tmp_path / "kernels"))
     assert not compile_anew(form, CompileSettings()).from_cache
-    assert not (tmp_path / "kernels").exists()
-    request.getfixturevalue("kernel_cache")
+    with mock.patch.dict(os.environ, {"DEGARBLE_KERNEL_CACHE": str(tmp_path / "kernels")}):
+        request.getfixturevalue("kernel_cache")
     made = [compile_anew(form, CompileSettings()).from_cache for _ in range(2)]
     assert made == [False, True]
+
+
+def test_a_test_that_may_change_a_kernel_gets_no_cache(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "KEEP_VARIABLE", "of this test")
+    with pytest.raises(AssertionError, match=r"change a kernel's code: \{'monkeypatch'\}"):
+        request.getfixturevalue("kernel_cache")
 
 
 @pytest.mark.needs("cutlass")
