@@ -357,87 +357,93 @@ def test_as_many_suites_run_at_once_as_there_are_cores(
     assert most == [at_once]
 
 
-FULL = """
-import os
-from pathlib import Path
-import pytest
-
-TRIED = Path(__file__).with_suffix(".tried")
-FIRST = not TRIED.exists()
-TRIED.touch()
-
-@pytest.mark.night
-def test_large():
-    if {lacking}:
-        {fails}
-
-@pytest.mark.night
-def test_beside():
-    assert not ({apart})  # CUDA out of memory is not why
-"""
-LACKS = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.73 GiB.')"
-BREAKS = "pytest.exit('CUDA error: out of memory', 3)"
 NO_MEMORY = (
-    "CUDA out of memory. Tried to allocate 2.73 GiB.", "CUDA error: out of memory",
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.73 GiB.", "CUDA error: out of memory",
     "CUDA driver error: out of memory", "cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
 )  # fmt: skip
+OTHER = "AssertionError: bits are out of place in memory"
 
 
-def in_memory_of_others(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, **of_suites: dict[str, str]
-) -> tuple[Any, list[str]]:
-    """Run suites of which some lack memory; return the step's result, and what it told."""
-    (folder / "kernels").mkdir()
-    for name, given in of_suites.items():
-        text = FULL.format(**{"lacking": "FIRST", "fails": LACKS, "apart": "False"} | given)
-        (folder / "kernels" / f"test_{name}.py").write_text(f"# mark.gpu\n{text}")
-    monkeypatch.setattr(night_kernels, "MARKERS", {SM90A.name: ("night", "gpu")})
-    monkeypatch.setattr(night_kernels, "installed_suites", lambda: suites_in(folder))
-    said: list[str] = []
-    return night_kernels.kernels(replace(asked(folder), say=said.append), {}), said
+@pytest.mark.parametrize(
+    ("messages", "lacked"),
+    [*(([text], True) for text in NO_MEMORY), ([], False), ([OTHER], False),
+     ([NO_MEMORY[0], NO_MEMORY[1]], True), ([NO_MEMORY[0], OTHER], False)],
+)  # fmt: skip
+def test_only_a_suite_that_fails_for_nothing_else_lacked_memory(
+    tmp_path: Path, messages: list[str], lacked: bool
+) -> None:
+    """What a traceback shows of the code says nothing about memory."""
+    source = f"assert same  # {NO_MEMORY[0]}"
+    failed = "".join(
+        f'<testcase name="a"><failure message="{text}">{source}</failure></testcase>'
+        for text in messages
+    )
+    report = tmp_path / "report.xml"
+    report.write_text(f'<testsuites><testcase name="good"/>{failed}</testsuites>')
+    assert night_kernels.suite_of("x", report).lacked_memory == lacked
 
 
-@pytest.mark.parametrize("text", NO_MEMORY)
-def test_a_full_device_is_known_by_what_is_said(text: str) -> None:
-    assert night_kernels._lacks_memory(f"RuntimeError: {text}")
-    assert not night_kernels._lacks_memory("AssertionError: bits are out of place in memory")
+@pytest.mark.parametrize(("text", "lacked"), [(NO_MEMORY[0], True), ("no kernel", False)])
+def test_a_suite_that_breaks_off_may_have_lacked_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, lacked: bool
+) -> None:
+    monkeypatch.setattr(night_kernels, "_ended", lambda *_: (3, text))
+    suite = night_kernels.run_suite(tmp_path / "none.xml", (), SuiteRun(tmp_path / "test_x.py"))
+    assert suite.broken.startswith("broke off with status 3")
+    assert suite.lacked_memory == lacked
+
+
+def test_the_report_of_a_first_run_is_none_of_the_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testcase name="a"><failure message="x"/></testcase></testsuites>'
+    )
+    monkeypatch.setattr(night_kernels, "_ended", lambda *_: (1, "killed"))
+    suite = night_kernels.run_suite(report, (), SuiteRun(tmp_path / "test_x.py"))
+    assert suite.broken == "broke off with status 1: killed"
+
+
+FULL = Suite("", 2, 1, f"test_large: {NO_MEMORY[0]}", lacked_memory=True)
 
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("given", "runs", "says"),
+    ("answers", "runs", "verdict", "again"),
     [
-        ({}, 2, "2 cases agree"),
-        ({"fails": BREAKS}, 2, "2 cases agree"),
-        ({"lacking": "True"}, 2, "1 of 2 cases fail, first test_large: RuntimeError: CUDA out of"),
-        ({"fails": "raise RuntimeError('too large')"}, 1, "1 of 2 cases fail"),
-        ({"apart": "FIRST"}, 1, "2 of 2 cases fail"),
-        ({"lacking": "False", "apart": "FIRST"}, 1, "1 of 2 cases fail, first test_beside"),
-        ({"lacking": "os._exit(1) if not FIRST else True"}, 2, "broke off with status 1"),
+        ({"one": [FULL, Suite("", 2)]}, 4, Verdict.AGREES, "one"),
+        ({"one": [FULL, Suite("", 2)], "two": [FULL, Suite("", 2)]}, 5, Verdict.AGREES, "one, two"),
+        ({"one": [FULL, Suite("", 2, 1, OTHER)]}, 4, Verdict.DIFFERS, "one"),
+        ({"one": [Suite("", 2, 1, OTHER), Suite("", 2)]}, 3, Verdict.DIFFERS, None),
+        # Where memory stays full, no other suite is asked again.
+        ({"one": [FULL, FULL], "two": [FULL, Suite("", 2)]}, 4, Verdict.DIFFERS, "one"),
     ],
-    ids=["once", "broken off", "always", "another error", "apart as well", "apart", "then broken"],
 )
-def test_a_suite_that_lacks_memory_beside_others_runs_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str], runs: int, says: str
-) -> None:
+def test_suites_that_lacked_memory_run_again_after_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: dict[str, list[Suite]], runs: int,
+    verdict: Verdict, again: str | None,
+) -> None:  # fmt: skip
     """A device that others fill is no fault of a kernel; what else fails is never asked twice."""
-    result, said = in_memory_of_others(monkeypatch, tmp_path, full=given)
-    ((name, verdict, sentence),) = result.rows
-    assert (name, verdict) == ("full", "AGREES" if says == "2 cases agree" else "DIFFERS")
-    assert sentence.startswith(says)
-    again = result.facts.get("suites that lacked memory and ran again")
-    assert again == ("full" if runs == 2 else None)
-    assert sum("full after" in line for line in said) == runs
+    (tmp_path / "kernels").mkdir()
+    names = ("one", "two", "six")
+    for size, name in enumerate(reversed(names)):  # larger files begin sooner
+        (tmp_path / "kernels" / f"test_{name}.py").write_text(f"# mark.gpu{' ' * size}\n")
+    seen: list[str] = []
 
+    def run(_: Path, __: tuple[str, ...], of: SuiteRun) -> Suite:
+        seen.append(of.name)
+        given = answers.get(of.name, [Suite("", 1)])
+        return replace(given[seen.count(of.name) - 1], kernel=of.name)
 
-@pytest.mark.usefixtures("on_hopper")
-def test_no_more_suites_run_again_where_memory_stays_full(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    stays = {"lacking": "True"}
-    _, said = in_memory_of_others(monkeypatch, tmp_path, one=stays, two=stays, three=stays)
-    assert len(said) == 4, "three, and one of them again"
+    monkeypatch.setattr(night_kernels, "installed_suites", lambda: suites_in(tmp_path))
+    monkeypatch.setattr(night_kernels, "run_suite", run)
+    said: list[str] = []
+    result = night_kernels.kernels(replace(asked(tmp_path), say=said.append), {})
+    assert sorted(seen[:3]) == sorted(names)
+    assert (len(seen), len(said), result.verdict) == (runs, runs, verdict)
+    assert result.facts.get("suites that lacked memory and ran again") == again
 
 
 def test_an_interrupted_second_run_is_ended_too(

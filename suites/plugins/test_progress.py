@@ -29,7 +29,7 @@ def test_tells(pytestconfig):
 """
 
 
-@pytest.mark.parametrize("how", [(), ("-s",), ("--capture=sys",), ("-p", "no:terminal")])
+@pytest.mark.parametrize("how", [(), ("-s",), ("-p", "no:terminal")])
 def test_a_test_that_passes_has_told_how_far_it_is(tmp_path: Path, how: tuple[str, ...]) -> None:
     (tmp_path / "test_it.py").write_text(TEST)
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *how, "test_it.py"]
