@@ -76,8 +76,8 @@ OF_ONE_TOKEN = {
     "fp8": ScoresTeam(2, CONSUMERS, (), 4, 4, True, 128, asked_early=1),
 }
 FILLED = (9, 10)  # of the places, from which on one wave is better than two
-# A second wave of fewer blocks than a quarter of the places lasts as long as the first; of chunks a
-# quarter as long it does not.
+# Where a second wave would fill less than a quarter of the places, keys are cut in four: its chunks
+# then take a quarter of the time.
 QUARTERS = 4
 
 

@@ -35,10 +35,10 @@ from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.backends import cutedsl_cases as cases
 from degarble.suites.backends.cutedsl_standin import StandIn
 from degarble.suites.kernels.attention import contract
-from degarble.suites.support.pretended_gpu import PROCESSORS, pretended_gpu
+from degarble.suites.support.pretended_gpu import pretended_gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 KEPT = Path(__file__).with_name("needed_forms.json")
 SEED = 3
@@ -137,8 +137,6 @@ def forms_of_cases(kernel: str) -> list[KernelForm]:
         drawn = (judged.fuzzed(seed, judged.at_once) for seed in range(judged.seeds))
         for case in chain(judged.cases, *drawn):
             form = described.choose_form(case.problem, TARGET)
-            if described.fit_form is not None:
-                form = described.fit_form(form, case.problem, PROCESSORS)
             found[KernelForm(place_of(described), form)] = None
     return list(found)
 
@@ -157,11 +155,11 @@ def every_form(folder: Path) -> list[KernelForm]:
 
 def text_of(forms: list[KernelForm]) -> str:
     """Return the document: forms of backends, then those that a contract has beyond them."""
-    more = [form for form in forms_of_cases(SHARED) if form not in set(forms)]
+    more = set(forms_of_cases(SHARED)) - set(forms)
     return f'{{"forms": [\n{_lines(forms)}\n], "of_contracts": [\n{_lines(more)}\n]}}\n'
 
 
-def _lines(forms: list[KernelForm]) -> str:
+def _lines(forms: Iterable[KernelForm]) -> str:
     """Return a form a line, in the order of their text."""
     return ",\n".join(sorted(f"  {json.dumps(form.plain(), sort_keys=True)}" for form in forms))
 

@@ -1,7 +1,7 @@
 """Hold every kernel that a suite compiles to judge its machine code against the golden set.
 
-Suites compile without the kernel cache, since many change a kernel's code in this process; tests
-that change none may ask for it.
+Suites compile without the kernel cache, since many change a kernel's code in this process; a test
+that changes none may use it (`kernel_cache`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _golden_ptx(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _memory_given_back() -> Iterator[None]:
-    """Give much memory of the device back after a test: in a night others run at the same time."""
+    """Free large memory of the device after a test: other suites run beside it in a night."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _LARGE:
         torch.cuda.empty_cache()

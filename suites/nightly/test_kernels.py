@@ -153,6 +153,22 @@ class _Running(set[int]):
         return chain(self._gone, super().__iter__())
 
 
+def interrupt_once(child: Path) -> None:
+    """Send SIGINT to the main thread once a child's id is written."""
+    until(lambda: child.exists() and bool(child.read_text()))
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def run_interrupted(suites: KernelSuites) -> None:
+    """Run suites until an interrupt ends them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            night_kernels._run_all(suites, ("h200",))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("gone", [(), (2**22 + 1,)])
 def test_an_interrupted_night_ends_its_suites(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gone: tuple[int, ...]
@@ -167,19 +183,12 @@ def test_an_interrupted_night_ends_its_suites(
     def run(report: Path, markers: tuple[str, ...], of: SuiteRun) -> Suite:
         if of.path.stem == "test_hangs":
             return true(report, markers, of)
-        while not child.exists() or not child.read_text():
-            time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        interrupt_once(child)
         return Suite("stops")
 
     monkeypatch.setattr(night_kernels, "run_suite", run)
     monkeypatch.setattr(night_kernels, "_RUNNING", _Running(gone))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            night_kernels._run_all(suites_in(tmp_path), ("h200",))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    run_interrupted(suites_in(tmp_path))
     assert ends(int(child.read_text()))
 
 
@@ -417,7 +426,7 @@ FULL = Suite("", 2, 1, f"test_large: {NO_MEMORY[0]}", lacked_memory=True)
         ({"one": [FULL, Suite("", 2)], "two": [FULL, Suite("", 2)]}, 5, Verdict.AGREES, "one, two"),
         ({"one": [FULL, Suite("", 2, 1, OTHER)]}, 4, Verdict.DIFFERS, "one"),
         ({"one": [Suite("", 2, 1, OTHER), Suite("", 2)]}, 3, Verdict.DIFFERS, None),
-        # Where memory stays full, no other suite is asked again.
+        # If the memory stays full, no further suite runs again.
         ({"one": [FULL, FULL], "two": [FULL, Suite("", 2)]}, 4, Verdict.DIFFERS, "one"),
     ],
 )
@@ -425,7 +434,7 @@ def test_suites_that_lacked_memory_run_again_after_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: dict[str, list[Suite]], runs: int,
     verdict: Verdict, again: str | None,
 ) -> None:  # fmt: skip
-    """A device that others fill is no fault of a kernel; what else fails is never asked twice."""
+    """A device that others fill is no fault of a kernel; other failures are final."""
     (tmp_path / "kernels").mkdir()
     names = ("one", "two", "six")
     for size, name in enumerate(reversed(names)):  # larger files begin sooner
@@ -455,28 +464,17 @@ def test_an_interrupted_second_run_is_ended_too(
     (tmp_path / "kernels" / "test_hangs.py").write_text(f"# mark.h200\n{hangs}")
     true, runs = night_kernels.run_suite, list[str]()
 
-    interrupted: list[float] = []
-
-    def interrupt() -> None:
-        until(lambda: child.exists() and bool(child.read_text()))
-        interrupted.append(time.monotonic())
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
     def run(report: Path, markers: tuple[str, ...], of: SuiteRun) -> Suite:
         runs.append(of.name)
         if len(runs) == 1:
             return Suite("hangs", 1, 1, lacked_memory=True)
-        threading.Thread(target=interrupt).start()
+        threading.Thread(target=interrupt_once, args=(child,)).start()
         return true(report, markers, of)
 
     monkeypatch.setattr(night_kernels, "run_suite", run)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            night_kernels._run_all(suites_in(tmp_path), ("h200",))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - interrupted[0] < 60
+    begun = time.monotonic()
+    run_interrupted(suites_in(tmp_path))
+    assert time.monotonic() - begun < 60
     assert ends(int(child.read_text()))
 
 

@@ -451,6 +451,9 @@ def test_memory_that_tensors_share_is_counted_once() -> None:
     assert sum(tokens.memory_of((every, torch.zeros(3))).values()) == 108
 
 
+NO_EXPERTS: Any = None
+
+
 @pytest.mark.parametrize("rows", [4, 64])
 def test_the_routers_of_a_bench_visit_as_many_experts_as_are_counted(
     rows: int, monkeypatch: pytest.MonkeyPatch
@@ -458,10 +461,9 @@ def test_the_routers_of_a_bench_visit_as_many_experts_as_are_counted(
     """Bytes of a step follow from it: routing that prefers some experts reads fewer."""
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     config: Any = replace(TINY_V4, hidden_size=512, n_routed_experts=256, num_experts_per_tok=6)
-    every: Any = None  # of which only the router is asked
     chosen = []
     for _ in range(8):
-        router = decoder.routed_to(config, every)
+        router = decoder.routed_to(config, NO_EXPERTS)
         logits = gpu.normal(rows, 512).double() @ router.gate.double().T
         scores = torch.nn.functional.softplus(logits).sqrt() + router.source
         chosen.append(len(scores.topk(6, -1).indices.unique()) / 256)
