@@ -31,10 +31,13 @@ from degarble.kernels.cache.problem import (
     PagedPoolProblem,
 )
 from degarble.kernels.cache.simt_compressor import (
+    add_biases,
+    kept_registers,
     of_rows,
     pool_spread,
     pool_window,
     read_biases,
+    read_token,
     row_registers,
     shared_of,
     zero_of_lane,
@@ -341,16 +344,17 @@ def pool_single(  # noqa: PLR0915  in the order in which it waits
     numbers: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Keep the only token's row, and pool the window that it closes; `numbers`: group, thread.
+    """Pool the window that the only token closes; `numbers`: group, thread.
 
-    All other rows were kept by earlier launches, so none has to be waited for. Position, sequence
-    and pages are guessed before the launch in front has ended, so that one wait is for all loads.
+    Where channels are not spread its row is kept as well (else: keep_single). All other rows were
+    kept by earlier launches, so none has to be waited for. Position, sequence and pages are guessed
+    before the launch in front has ended, so that one wait is for all loads.
     """
     group, thread = numbers
     _, sequences, capacity, pages, columns, of_page = extents
     part, within = form.pool.place_of(thread)
     chunk = group * form.pool.vectors(form.pool.channels) + within
-    of_row, of_gate, of_entry = of_rows(form.pool)
+    _, of_gate, of_entry = of_rows(form.pool)
     halves, of_thread = form.pool.columns // form.pool.width, form.pool.channels_of_thread
     kept, biases = [], []
     for _ in cutlass.range_constexpr(halves):
@@ -414,27 +418,89 @@ def pool_single(  # noqa: PLR0915  in the order in which it waits
         take_kept(registers, rPlaces, slot, kept, form)
         correct_paged_rows(registers, rPlaces, form)
         pool_rows(tensors, registers, shared, (Int32(0), part, chunk, within), form)
-    if valid & (part == 0):
-        place = Int64(Int32(slot) // form.rows) * of_page
-        place += Int64(Int32(slot) % form.rows * of_row + chunk)
-        for half in cutlass.range_constexpr(halves):
-            more = half * of_entry
-            cute.autovec_copy(kept[half][0], tensors.states[None, place + more])
-            cute.autovec_copy(kept[half][1], tensors.states[None, place + (of_gate + more)])
-    if (group == 0) & (thread == form.pool.threads - 1):
-        first = position - (form.pool.ratio - 1)
-        tensors.firsts[0] = Int64(ops.select(closes, first, Int32(0)))
-        tensors.entry_slots[0] = ops.select(closes, entry, Int64(NO_PLACE))
+    if cutlass.const_expr(not form.pool.spread):
+        if valid & (part == 0):
+            place = place_of_row(slot, chunk, of_page, form)
+            for half in cutlass.range_constexpr(halves):
+                more = half * of_entry
+                cute.autovec_copy(kept[half][0], tensors.states[None, place + more])
+                cute.autovec_copy(kept[half][1], tensors.states[None, place + (of_gate + more)])
+        if (group == 0) & (thread == form.pool.threads - 1):
+            put_slot(tensors, (closes, position, entry), form)
+
+
+def place_of_row(slot: Any, chunk: Any, of_page: Any, form: PagedForm) -> Any:
+    """Return where a chunk of the row of a slot is, vectors of states."""
+    of_row, _, _ = of_rows(form.pool)
+    place = Int64(Int32(slot) // form.rows) * of_page
+    return place + Int64(Int32(slot) % form.rows * of_row + chunk)
+
+
+def put_slot(tensors: PagedTensors, numbers: tuple[Any, Any, Any], form: PagedForm) -> None:
+    """Write position and slot of the only token's window; `numbers`: closes, position, entry."""
+    closes, position, entry = numbers
+    first = position - (form.pool.ratio - 1)
+    tensors.firsts[0] = Int64(ops.select(closes, first, Int32(0)))
+    tensors.entry_slots[0] = ops.select(closes, entry, Int64(NO_PLACE))
+
+
+@cute.jit
+def keep_single(
+    tensors: PagedTensors, extents: tuple[Any, ...], thread: Any, form: cutlass.Constexpr
+) -> None:
+    """Keep the only token's row, and write position and slot; those who pool wait for neither.
+
+    They may read that row meanwhile, but take the token's own numbers in its place (take_kept).
+    """
+    _, sequences, capacity, _, _, of_page = extents
+    _, of_gate, _ = of_rows(form.pool)
+    supposed = ops.maximum(guessed(tensors.positions, 0), Int32(0))
+    chunks = [turn * form.pool.threads + thread for turn in range(form.pool.turns_of_row)]
+    kept = [kept_registers(form.pool) for _ in chunks]
+    biases = [rBias for _, _, rBias in kept]
+    for rBias, chunk in zip(biases, chunks, strict=True):
+        read_biases(tensors, [rBias], (supposed, chunk), form.pool)
+    wait_for_front()
+    own = zero_of_lane()
+    for of_turn, chunk in zip(kept, chunks, strict=True):
+        read_token(tensors, [of_turn], (own, chunk), form.pool)
+    slot, entry = Int64(tensors.slots[own]), Int64(tensors.entries[own])
+    position, sequence = Int32(tensors.positions[own]), Int32(tensors.requests[own])
+    valid = (slot >= 0) & (slot < capacity)
+    if wrong_guess(position, supposed):
+        for rBias, chunk in zip(biases, chunks, strict=True):
+            at = ops.select(valid, position, Int32(0)), chunk
+            read_biases(tensors, [rBias], at, form.pool)
+    if valid:
+        add_biases(kept, form.pool)
+        for (rLatent, rGate, _), chunk in zip(kept, chunks, strict=True):
+            place = place_of_row(slot, chunk, of_page, form)
+            cute.autovec_copy(rLatent, tensors.states[None, place])
+            cute.autovec_copy(rGate, tensors.states[None, place + of_gate])
+    if thread == form.pool.threads - 1:
+        closes = valid & (sequence >= 0) & (sequence < sequences)
+        closes = closes & ((position + 1) % form.pool.ratio == 0)
+        put_slot(tensors, (closes, position, entry), form)
 
 
 @cute.kernel
 def single_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Process the only token of a launch, by thread blocks that share its channels."""
+    """Process the only token of a launch, by thread blocks that share its channels.
+
+    Where those are spread, one more thread block keeps the token's row.
+    """
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
+    group, thread = Int32(group), Int32(thread)
     let_follow()
-    numbers = (Int32(group), Int32(thread))
-    pool_single(tensors, shared_of(form.pool), extents, numbers, form)
+    shared = shared_of(form.pool)
+    if cutlass.const_expr(form.pool.spread):
+        if group == form.pool.groups:
+            keep_single(tensors, extents, thread, form)
+        else:
+            pool_single(tensors, shared, extents, (group, thread), form)
+    else:
+        pool_single(tensors, shared, extents, (group, thread), form)
 
 
 @cute.kernel
@@ -467,7 +533,7 @@ def launch_pool(
     numbers = (tokens, sequences, Int64(capacity), pages, columns, vectors_of_page)
     if tokens == 1:
         single_kernel(tensors_of(pointers, of_thread), numbers, form).launch(
-            grid=[form.pool.groups, 1, 1],
+            grid=[form.pool.groups + int(form.pool.spread), 1, 1],
             block=[form.pool.threads, 1, 1],
             min_blocks_per_mp=1,  # fewer registers would reuse those of loads under way
             use_pdl=EARLY,

@@ -189,16 +189,20 @@ def _walk_or_runs(problem: ByRowProblem, products: int, target: str) -> AnyForm:
     return form_of(problem, products, target)
 
 
-def serves_undecoded(problem: ByRowProblem, target: str) -> bool:
-    """Return whether both products quantise and decode their rows themselves.
+def serves_gating(problem: ByRowProblem, target: str) -> bool:
+    """Return whether down applies SwiGLU, quantises and decodes its rows itself.
 
     Every thread block does so anew for each row: for one token's rows of up to two rounds that
-    costs less than two launches, as measured on an H200.
+    costs less than a launch, as measured on an H200.
     """
-    moe = problem.moe
-    short = moe.tokens == 1 and max(moe.hidden, moe.width) <= 2 * product.ROUND
+    short = problem.moe.tokens == 1 and problem.moe.width <= 2 * product.ROUND
     ones = (matrix_problem(problem, products) for products in (GATE_AND_UP, 1))
     return short and all(walks.serves(one, target) for one in ones)
+
+
+def serves_undecoded(problem: ByRowProblem, target: str) -> bool:
+    """Return whether gate and up quantise and decode the token as well, which is as short."""
+    return problem.moe.hidden <= 2 * product.ROUND and serves_gating(problem, target)
 
 
 def undecoded_form(problem: ByRowProblem, source: str) -> W4A16WalkForm:

@@ -6,14 +6,15 @@ row by gate and by up of its expert; `GATED` quantises and decodes what SwiGLU m
 multiplies by down; `SUM` adds a token's slots in their order (simt_moe_rows). Products are walks
 (w4a16_walk), or runs where matrices have parts of lines (w4a16_by_row). The shared expert's rows
 come first, if its matrices are stacked behind the routed ones. Numbers of rows: by_row_problem.
-One token's short rows take three launches (`UNDECODED`): `FIRST` and `SECOND` quantise and decode
-their rows themselves. `PRODUCTS` is `KERNEL` without the sum, `ALONE` is `FC2` for a matrix that is
-no expert's, and for rows that were decoded alike: walks keep them in FP16.
+One token's short rows take fewer: `SECOND` applies SwiGLU, quantises and decodes its rows itself
+(`GATING`, four launches), and so does `FIRST` with the token where it is as short (`UNDECODED`,
+three). `PRODUCTS` is `KERNEL` without the sum, `ALONE` is `FC2` for a matrix that is no expert's,
+and for rows that were decoded alike: walks keep them in FP16.
 
 Which expert a row has is read on the GPU from the router's output. An expert that is not here
 leaves its slot out of the sum. Nothing here synchronises with the host, so a call can be captured
 in a CUDA graph. Forms that load early (w4a16_walk) take for granted that what is in front, ROWS,
-GATED or FIRST, lets the next launch begin behind its own wait, and that nothing writes weights.
+GATED or a walk, lets the next launch begin behind its own wait, and that nothing writes weights.
 Shape letters: T tokens, K chosen, R rows, E experts, D hidden, F width.
 """
 
@@ -285,6 +286,10 @@ def _undecoded(problem: ByRowProblem, _tactic: None, given: Operands) -> tuple[A
     return problem, problem, summed
 
 
+def _gating(problem: ByRowProblem, _tactic: None, given: Operands) -> tuple[Any, ...]:
+    return DecodeProblem(problem, VALUES.name), *_undecoded(problem, None, given)
+
+
 def _sum(_problem: ByRowProblem, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {"out": tensors["out"]}
 
@@ -294,16 +299,22 @@ def _rows(_problem: ByRowProblem, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 UNDECODED = KernelSequence[ByRowProblem]((FIRST, SECOND, SUM), _undecoded, _sum)
+GATING = KernelSequence[ByRowProblem](
+    (ROWS, FC1, SECOND, SUM), _gating, _sum, (UNDECODED, facts.serves_undecoded)
+)
 KERNEL = KernelSequence[ByRowProblem](
-    (ROWS, FC1, GATED, FC2, SUM), _problems, _sum, (UNDECODED, facts.serves_undecoded)
+    (ROWS, FC1, GATED, FC2, SUM), _problems, _sum, (GATING, facts.serves_gating)
 )
-# Without the sum: what adds up the rows reads them itself.
-PRODUCTS = KernelSequence[ByRowProblem](
-    (ROWS, FC1, GATED, FC2),
-    lambda problem, tactic, given: _problems(problem, tactic, given)[:-1],
-    _rows,
-    (
-        KernelSequence((FIRST, SECOND), lambda *given: _undecoded(*given)[:-1], _rows),
-        facts.serves_undecoded,
-    ),
-)
+
+
+def _without_sum(sequence: KernelSequence[ByRowProblem]) -> KernelSequence[ByRowProblem]:
+    """Return the products of a call: what adds up the rows reads them itself."""
+    shorter = None
+    if sequence.shorter is not None:
+        shorter = _without_sum(sequence.shorter[0]), sequence.shorter[1]
+    return KernelSequence(
+        sequence.kernels[:-1], lambda *given: sequence.problems(*given)[:-1], _rows, shorter
+    )
+
+
+PRODUCTS = _without_sum(KERNEL)

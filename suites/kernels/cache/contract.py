@@ -93,9 +93,7 @@ def _code(target: str) -> Iterator[MachineCode]:
 def _guesses_alone(kernel: CompiledKernel, form: PagedForm | PoolForm) -> None:
     """Of the only token the bias of a row is read before the wait, which nothing writes."""
     pool = form.pool if isinstance(form, PagedForm) else form
-    weights = pool.columns // pool.width
-    if isinstance(form, PoolForm):
-        weights += form.turns_of_row
+    weights = pool.columns // pool.width + pool.turns_of_row
     require_early_reads_alone(kernel.ptx, weights, guesses=True)
 
 

@@ -563,15 +563,21 @@ def test_one_row_alone_has_the_bits_of_its_product_with_others(
 
 
 @pytest.mark.parametrize(
-    ("named", "launches"),
-    [((), 3), (("out",), 3), (("gate_and_up", "products", "places", "out"), 3), (("x_rows",), 5)],
-)
-def test_walks_decode_rows_themselves_unless_decoded_rows_are_named(
-    named: tuple[str, ...], launches: int
+    ("shape", "named", "launches"),
+    [
+        *(((1, 512, 256), named, 3) for named in ((), ("out",), ("gate_and_up", "products"))),
+        *(((1, 512, 256), (name,), count) for name, count in (("x_rows", 4), ("hidden_rows", 5))),
+        ((1, 7168, 256), (), 4), ((1, 7168, 256), ("x_rows", "places"), 4),
+        ((1, 7168, 256), ("hidden_rows",), 5), ((1, 512, 4352), (), 5), ((2, 512, 256), (), 5),
+        ((1, 384, 256), (), 5),
+    ],
+)  # fmt: skip
+def test_walks_decode_short_rows_themselves_unless_decoded_rows_are_named(
+    shape: tuple[int, int, int], named: tuple[str, ...], launches: int
 ) -> None:
-    """What both ways have between their kernels has one shape."""
+    """What all ways have between their kernels has one shape."""
     call: Any = import_module("degarble.kernels.moe.sm90_moe_by_row").KERNEL
-    case = Case(ByRowProblem(MoeProblem(1, 512, 256, 16, 6, 16, 10.0), shared=True), "even", 0)
+    case = Case(ByRowProblem(MoeProblem(*shape, 16, 6, 16, 10.0), shared=True), "even", 0)
     given = {name: tensor.to(META) for name, tensor in checks.given_of(case, "cpu").items()}
     made: dict[str, Any] = {}
     for kernel, own in zip(call.kernels, call.problems(case.problem, None, given), strict=True):
@@ -584,7 +590,10 @@ def test_walks_decode_rows_themselves_unless_decoded_rows_are_named(
 
 @pytest.mark.h200
 @pytest.mark.parametrize("choice", ["even", "absent"])
-@pytest.mark.parametrize(("hidden", "width"), [(4096, 2048), (512, 256), (2560, 1280)])
+@pytest.mark.parametrize(
+    ("hidden", "width"),
+    [(4096, 2048), (512, 256), (2560, 1280), (7168, 2048), (7168, 3072), (4352, 256)],
+)
 def test_rows_that_walks_decode_themselves_have_the_same_bits(
     hidden: int, width: int, choice: str
 ) -> None:
@@ -626,13 +635,13 @@ def test_turns_do_not_change_a_bit() -> None:
 
 
 @pytest.mark.h200
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 1024), (4, 1024), (1, 4352)])
+def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int, hidden: int) -> None:
     """A chain without a pause: each call's sum is the next one's x, all in the same memory.
 
     Each call's experts are written just before it, as a router writes them.
     """
-    moe = MoeProblem(tokens, 1024, 512, 8, 2, 8, 10.0)
+    moe = MoeProblem(tokens, hidden, 512, 8, 2, 8, 10.0)
     cases = [Case(ByRowProblem(moe, shared=True), "even", seed) for seed in range(4)]
     given = [checks.given_of(case) for case in cases]
     for each in given:
@@ -663,19 +672,20 @@ def test_calls_that_overlap_read_what_the_ones_before_wrote(tokens: int) -> None
 
 @pytest.mark.h200
 @pytest.mark.parametrize(
-    ("tokens", "launch"),
+    ("tokens", "hidden", "launch"),
     [
         *(
-            (2, partial(checks.launch_runs, division=division))
+            (2, 4096, partial(checks.launch_runs, division=division))
             for division in (1, 4, 30, facts.Division(264, 1), facts.Division(50, 1))
         ),
-        (1, checks.launch_whole),
-        (2, checks.launch_whole),
+        (1, 4096, checks.launch_whole),
+        (1, 7168, checks.launch_whole),
+        (2, 4096, checks.launch_whole),
     ],
 )
-def test_no_stage_is_filled_again_before_it_is_read(tokens: int, launch: Any) -> None:
+def test_no_stage_is_filled_again_before_it_is_read(tokens: int, hidden: int, launch: Any) -> None:
     """Weights that stay in the cache, beside a busy stream, in graphs of launches without pause."""
-    moe = MoeProblem(tokens, 4096, 512, 4, 2, 4, 10.0)
+    moe = MoeProblem(tokens, hidden, 512, 4, 2, 4, 10.0)
     case = Case(ByRowProblem(moe, shared=True), "even", 9)
     given = checks.given_of(case)
     memory = checks.memory_of(case, given)
