@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -70,7 +71,7 @@ class CompiledForm:
 
 @dataclass(frozen=True)
 class CompiledAhead:
-    """What became of all forms, the listed ones first."""
+    """What became of the forms, the listed ones first."""
 
     needed: NeededForms
     found: Mapping[KernelForm, CompiledForm]
@@ -95,7 +96,9 @@ class CompiledAhead:
         text += f" {duration(self.seconds)}: {self.compiled} compiled by {self.processes}"
         text += f" process{'es' if self.processes > 1 else ''}, {self.cached} from the cache"
         failed = len(self.found) - self.compiled - self.cached
-        return f"{text}; {failed} could not be compiled." if failed else f"{text}."
+        left = len(self.needed.listed) + len(self.needed.recorded) - len(self.found)
+        text += f"; {failed} could not be compiled" if failed else ""
+        return f"{text}; for {left} time was up." if left else f"{text}."
 
     @property
     def facts(self) -> dict[str, str]:
@@ -110,9 +113,14 @@ class CompiledAhead:
         }
 
 
-def needed_forms(listed: Path | None, cache: Path | None, of_target: str) -> NeededForms:
-    """Return the forms of a list and of a cache for one target, each once."""
-    first = _read(_listed(listed), of_target)
+def needed_forms(
+    listed: Path | None,
+    cache: Path | None,
+    of_target: str,
+    keep: Callable[[Mapping[str, Any]], bool] = lambda _raw: True,
+) -> NeededForms:
+    """Return the forms of a list, those to keep, and of a cache for one target, each once."""
+    first = _read(filter(keep, _listed(listed)), of_target)
     second = _read(_recorded(cache), of_target) if cache is not None else ([], 0)
     new = [form for form in dict.fromkeys(second[0]) if form not in set(first[0])]
     return NeededForms(tuple(dict.fromkeys(first[0])), tuple(new), first[1] + second[1])
@@ -164,8 +172,12 @@ def compile_ahead(
     of_target: str,
     processes: int | None = None,
     say: Callable[[str], None] = lambda _line: None,
+    until: float = math.inf,
 ) -> CompiledAhead:
-    """Compile forms in processes, as many as cores and memory allow; say a line after each."""
+    """Compile forms in processes, as many as cores and memory allow; say a line after each.
+
+    Forms that are not compiled at the time `until`, of time.monotonic(), are left.
+    """
     forms = (*needed.listed, *needed.recorded)
     count = min(processes or workers_for(COMPILER_BYTES), len(forms)) or 1
     begun, found = time.monotonic(), dict[KernelForm, CompiledForm]()
@@ -180,7 +192,9 @@ def compile_ahead(
                 f"compiled {len(found)} of {len(forms)}, about {duration(left)} left:"
                 f" {made.name}, {made.error or how}"
             )
-    ordered = {form: found[form] for form in forms}
+            if time.monotonic() > until:
+                break
+    ordered = {form: found[form] for form in forms if form in found}
     return CompiledAhead(needed, ordered, count, time.monotonic() - begun, of_target)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.harness.cli.values import settings_here
 from degarble.kernels.runtime.modules import module_of
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.bench.runner import Arm
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DEVICE = "cuda"
-SETTINGS = CompileSettings()
+SETTINGS = settings_here()
 
 
 def module(name: str) -> Any:

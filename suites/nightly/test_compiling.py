@@ -62,6 +62,7 @@ def test_the_list_and_earlier_nights_say_what_is_needed(tmp_path: Path) -> None:
     assert found == NeededForms((LISTED,), (RECORDED,), 1)
     assert needed_forms(None, None, "sm_90a") == NeededForms((), ())
     assert needed_forms(listed, None, "sm_100a").listed == (of_blackwell,)
+    assert needed_forms(listed, None, "sm_90a", lambda raw: raw != LISTED.plain()).listed == ()
 
 
 def test_the_list_of_the_suites_is_there_and_of_this_version() -> None:
@@ -102,6 +103,14 @@ def test_a_line_is_said_after_each_form(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(" left: simt_scale, " in line for line in said)
     assert (ahead.compiled, ahead.cached) == (1, 1)
     assert "1 compiled by 2 processes, 1 from the cache." in ahead.sentence
+
+
+def test_what_is_not_compiled_when_time_is_up_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "Pool", HerePool)
+    needed = NeededForms((LISTED,), (RECORDED,))
+    ahead = compile_ahead(needed, CompileSettings(), "sm_90a", until=0.0)
+    assert list(ahead.found) == [RECORDED]
+    assert ahead.sentence.endswith("1 from the cache; for 1 time was up.")
 
 
 def ahead_of(*errors: str) -> CompiledAhead:

@@ -3,6 +3,9 @@
     python -m degarble.suites.bench.kernel_peers [--only GROUP ...] [--within SECONDS] [--resume]
     python -m degarble.suites.bench.kernel_peers --join FILE ... [--page]
 
+Compiles the kernels that the rows are known to need (needed_forms.py) in parallel first, unless
+DEGARBLE_KERNEL_CACHE is off; of --within at most half goes to that. A row compiles what is missing.
+
 Writes kernels.json and kernels.md into OUT after every row, so that what was measured stays when
 time is up. --resume measures the rows that OUT lacks. A kernel that breaks or stops the device is
 noted with its reason; the command then starts itself anew and measures the rest. --join puts the
@@ -75,9 +78,11 @@ PACKAGES = (
 )  # fmt: skip
 OUT = Path("out") / "kernel-peers"
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
+FORMS = Path(__file__).with_name("needed_forms.json")
 SECTION = "kernel-peers"
 KERNEL_SECONDS = 120.0  # until one kernel counts as hanging; DeepGEMM and humming compile first
 SPARE_SECONDS = 5.0  # at the end of --within
+AHEAD = 0.5  # of --within, at most, in which kernels are compiled before the first row
 
 
 def rows_of(group: str) -> Iterator[Row | LargeRow | TimedRow]:
@@ -96,6 +101,11 @@ class Run:
     lost: dict[str, dict[str, str]] = field(default_factory=dict)  # kernels by row
     left: list[str] = field(default_factory=list)  # rows for which time was up
     at: tuple[str, str] = ("", "")  # row and kernel that run now
+
+    @property
+    def known(self) -> set[str]:
+        """Return the keys of the rows."""
+        return {report.key_of(record) for record in self.rows}
 
     def write(self) -> None:
         """Replace both files as they are now."""
@@ -158,9 +168,36 @@ class Hang:
                 self.restart()
 
 
+def compile_rows(run: Run, groups: Sequence[str], options: Any) -> None:
+    """Compile the listed forms of the rows that will be measured; say what was compiled."""
+    from degarble.harness.cli.values import settings_here  # noqa: PLC0415  as in origin_here
+    from degarble.harness.nightly import compiling  # noqa: PLC0415  as above
+    from degarble.kernels.runtime.targets import target_of_device  # noqa: PLC0415  as above
+
+    settings, known = settings_here(), run.known
+    if settings.cache_folder is None:
+        return
+
+    def is_of_a_row(form: Mapping[str, Any]) -> bool:
+        return any(
+            row.partition(":")[0] in groups and row not in known and wanted(row, options.rows)
+            for row in form["rows"]
+        )
+
+    target, now = target_of_device().name, time.monotonic()
+    needed = compiling.needed_forms(FORMS, None, target, is_of_a_row)
+    seconds = AHEAD * (options.deadline - now)
+    if needed.listed and seconds > SPARE_SECONDS:  # processes take some to start
+        try:
+            ahead = compiling.compile_ahead(needed, settings, target, until=now + seconds)
+            _say(ahead.sentence)
+        except DegarbleError as error:  # rows compile what they need
+            _say(f"kernels are not compiled ahead: {error}")
+
+
 def measured(run: Run, groups: Sequence[str], options: Any, clock: Clock, hang: Hang) -> None:
     """Measure the rows of groups until time is up."""
-    known, longest = {report.key_of(record) for record in run.rows}, 0.0
+    known, longest = run.known, 0.0
     for group in groups:
         for row in rows_of(group):
             key = report.key_of({"group": group, "row": row.name})
@@ -309,6 +346,7 @@ def run_groups(options: Any, arguments: Sequence[str], clock: Clock) -> int:
     def again() -> None:
         restarted(arguments, options.deadline)
 
+    compile_rows(run, groups, options)
     hang = Hang(run, again, KERNEL_SECONDS)
     try:
         with torch.inference_mode():

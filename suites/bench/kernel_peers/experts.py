@@ -136,7 +136,8 @@ def row(layer: Layer, tokens: int) -> Row:
         case, given = by_row_checks.Case(ByRowProblem(problem)), shared(number).operands
         memory = by_row_checks.memory_of(case, given)
         return Call(
-            lambda: by_row_checks.launch_whole(case, given, memory), lambda: memory["out"][some]
+            lambda: by_row_checks.launch_whole(case, given, memory, gpu.SETTINGS),
+            lambda: memory["out"][some],
         )
 
     def by_tiles(number: int) -> Call:
@@ -144,7 +145,7 @@ def row(layer: Layer, tokens: int) -> Row:
         out = torch.empty(given.x.shape, dtype=torch.float32, device=gpu.DEVICE)
         return Call(
             lambda: gpu.module("sm90_moe_nvfp4").KERNEL.run(
-                problem, checks.SETTINGS, None, **given.operands, out=out
+                problem, gpu.SETTINGS, None, **given.operands, out=out
             ),
             lambda: out[some],
         )

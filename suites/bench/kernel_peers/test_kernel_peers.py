@@ -10,6 +10,7 @@ import hashlib
 import json
 import subprocess
 import threading
+import time
 import zipfile
 from dataclasses import replace
 from functools import partial
@@ -19,11 +20,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS, EXIT_REFUSED
+from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS, EXIT_REFUSED, WorkerLost
+from degarble.harness.nightly import compiling
 from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.indexer.problem import TopkProblem
-from degarble.kernels.rows.problem import NormProblem, ResidualProblem
+from degarble.kernels.rows.problem import (
+    NormProblem,
+    ResidualProblem,
+    ScaleProblem,
+    choose_scale_form,
+)
+from degarble.kernels.runtime import targets
+from degarble.kernels.runtime.forms import KernelForm
+from degarble.kernels.runtime.targets import SM90A
 from degarble.references.tiny.configs import TINY_V4
 from degarble.suites.bench import attention as attention_bench
 from degarble.suites.bench import decoder, gpu, moe
@@ -63,6 +73,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from degarble.harness.nightly.compiling import NeededForms
 
 # As the libraries of vLLM 0.26.0 register them.
 SCHEMAS = """
@@ -589,7 +601,8 @@ def test_a_broken_device_names_its_kernel() -> None:
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two groups of stand-in rows on a machine without a GPU."""
+    """Two groups of stand-in rows on a machine without a GPU; no kernel is compiled for them."""
+    monkeypatch.setenv("DEGARBLE_KERNEL_CACHE", "off")
     state = SimpleNamespace(clock=StoppedClock(degarble=1e-6, peer=2e-6), restarts=[], rows={})
     monkeypatch.setattr(command, "origin_here", lambda: "2026-01-01, no GPU")
     monkeypatch.setattr(command, "Gpu", lambda: state.clock)
@@ -747,6 +760,111 @@ def test_refuses_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert command.main(["--out", str(tmp_path / "o")]) == EXIT_REFUSED
     assert "NVIDIA GPU" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+# ---- kernels that are compiled ahead -------------------------------------------------------------
+
+LISTED = {
+    rows: KernelForm(
+        "degarble.kernels.rows.simt_scale:KERNEL",
+        choose_scale_form(ScaleProblem(8, 0.5, "bf16", out), SM90A.name),
+    )
+    for rows, out in (("fp8: one", "bf16"), ("bf16: one", "fp32"))
+}
+
+
+@pytest.fixture
+def listed(planted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A list with a form for each planted row, a GPU to compile for, and a cache."""
+    planted.forms = tmp_path / "forms.json"
+    raw = [{**form.plain(), "rows": ["other: row", row]} for row, form in LISTED.items()]
+    planted.forms.write_text(json.dumps({"forms": raw}))
+    monkeypatch.setattr(command, "FORMS", planted.forms)
+    monkeypatch.setattr(targets, "target_of_device", lambda: SM90A)
+    monkeypatch.setenv("DEGARBLE_KERNEL_CACHE", str(tmp_path / "cache"))
+    return planted
+
+
+@pytest.fixture
+def ahead(listed: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is compiled ahead, and until when; in truth nothing is."""
+    found: list[Any] = []
+
+    def compile_ahead(needed: NeededForms, *_told: Any, until: float) -> Any:
+        found.append((needed.listed, until))
+        return SimpleNamespace(sentence="kernels are ready")
+
+    monkeypatch.setattr(compiling, "compile_ahead", compile_ahead)
+    assert listed.forms.exists()
+    return found
+
+
+@pytest.mark.needs("cutlass")
+def test_kernels_of_rows_that_will_be_measured_are_compiled_first(
+    ahead: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_fp8, of_bf16 = LISTED.values()
+    out = ["--out", str(tmp_path / "out")]
+    for arguments, wanted in (
+        (["--only", "bf16"], (of_bf16,)), (["--rows", "fp8: o"], (of_fp8,)),
+        (["--only", "fp8"], (of_fp8,)), (["--resume"], (of_bf16,)), ([], (of_fp8, of_bf16)),
+    ):  # fmt: skip
+        ahead.clear()
+        assert command.main([*arguments, *out]) == EXIT_AGREES
+        assert ahead == [(wanted, float("inf"))], arguments
+        assert capsys.readouterr().out.startswith("kernels are ready\n")
+
+
+@pytest.mark.needs("cutlass")
+def test_nothing_is_compiled_ahead_for_no_row_or_no_cache(
+    ahead: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    assert command.main(out) == EXIT_AGREES
+    ahead.clear()
+    assert command.main([*out, "--resume"]) == EXIT_AGREES
+    monkeypatch.setenv("DEGARBLE_KERNEL_CACHE", "off")
+    assert command.main(out) == EXIT_AGREES
+    assert ahead == []
+
+
+@pytest.mark.needs("cutlass")
+def test_compiling_takes_half_of_the_time_at_most(ahead: list[Any], tmp_path: Path) -> None:
+    before = time.monotonic()
+    assert command.main(["--out", str(tmp_path / "out"), "--within", "1000"]) == EXIT_AGREES
+    ((_, until),) = ahead
+    assert before + 500 <= until <= time.monotonic() + 500
+    ahead.clear()
+    assert command.main(["--out", str(tmp_path / "out"), "--within", "8"]) == EXIT_AGREES
+    assert ahead == []
+
+
+@pytest.mark.needs("cutlass")
+@pytest.mark.usefixtures("listed")
+def test_rows_are_measured_without_kernels_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_given: Any, **_told: Any) -> Any:
+        raise WorkerLost("worker process", "killed by SIGKILL", "a worker that lives", "Run again.")
+
+    monkeypatch.setattr(compiling, "compile_ahead", lost)
+    assert command.main(["--out", str(tmp_path / "out")]) == EXIT_AGREES
+    said = capsys.readouterr().out
+    assert "kernels are not compiled ahead: worker process" in said
+    assert "bf16: one: degarble" in said
+
+
+@pytest.mark.slow
+@pytest.mark.needs("cutlass")
+@pytest.mark.usefixtures("listed")
+def test_a_second_run_takes_its_kernels_from_the_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ("2 compiled by", "0 compiled by"):
+        assert command.main(["--out", str(tmp_path / "out")]) == EXIT_AGREES
+        first = capsys.readouterr().out.partition("\n")[0]
+        assert first.startswith(f"2 kernels for {SM90A.name} are ready after")
+        assert words in first
 
 
 # ---- the pack ------------------------------------------------------------------------------------

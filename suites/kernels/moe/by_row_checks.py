@@ -96,10 +96,12 @@ def launch(case: Case, given: Given, memory: Given) -> None:
     kernel_named("sm90_moe_by_row").run(case.problem, SETTINGS, None, **given, **memory)
 
 
-def launch_whole(case: Case, given: Given, memory: Given) -> None:
+def launch_whole(
+    case: Case, given: Given, memory: Given, settings: CompileSettings = SETTINGS
+) -> None:
     """Run a call as a graph does: where one token's rows are short, products decode them."""
     left = {n: t for n, t in memory.items() if n not in ("x_rows", "hidden_rows")}
-    kernel_named("sm90_moe_by_row").run(case.problem, SETTINGS, None, **given, **left)
+    kernel_named("sm90_moe_by_row").run(case.problem, settings, None, **given, **left)
 
 
 def launch_runs(

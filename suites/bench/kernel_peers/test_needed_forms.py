@@ -1,0 +1,47 @@
+"""The list of forms that are compiled ahead is that of the rows, which ask the cache for them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.forms import KernelForm
+from degarble.kernels.runtime.kernel import Kernel
+from degarble.suites.bench import gpu
+from degarble.suites.bench.kernel_peers import needed_forms
+from degarble.suites.bench.kernel_peers.__main__ import FORMS, GROUPS
+
+pytestmark = pytest.mark.needs("cutlass")
+
+LONG = ("tokens", "layers")  # groups whose steps have hundreds of launches
+WITHOUT = {"bits: healthy captures, planted faults"}  # a row that launches nothing
+
+
+def test_rows_ask_the_cache_for_listed_forms_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches, run_checked = set(), Kernel.run_checked
+
+    def noted(kernel: Any, problem: Any, settings: CompileSettings, *told: Any) -> None:
+        caches.add(settings.cache_folder)
+        run_checked(kernel, problem, settings, *told)
+
+    monkeypatch.setattr(gpu, "SETTINGS", CompileSettings(cache_folder=Path("cache")))
+    monkeypatch.setattr(Kernel, "run_checked", noted)
+    listed = defaultdict[str, set[KernelForm]](set)
+    for raw in json.loads(FORMS.read_text())["forms"]:
+        for row in raw["rows"]:
+            listed[row].add(KernelForm.read(raw))
+    for group in (each for each in GROUPS if each not in LONG):
+        for row, forms in needed_forms.forms_of(group):
+            assert set(forms) == listed[row], f"{row}: run {needed_forms.__name__}"
+            assert forms or row in WITHOUT
+    assert caches == {Path("cache")}
+
+
+@pytest.mark.slow
+def test_the_list_is_what_the_command_writes() -> None:
+    assert needed_forms.text_of(GROUPS) == FORMS.read_text()
