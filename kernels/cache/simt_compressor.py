@@ -630,9 +630,7 @@ def read_biases(tensors: Any, biases: list[Any], numbers: tuple[Any, Any], form:
         cute.autovec_copy(tensors.ape[None, at], rBias)
 
 
-def read_token(
-    tensors: PoolTensors, kept: list[Any], numbers: tuple[Any, Any], form: PoolForm
-) -> None:
+def read_token(tensors: Any, kept: list[Any], numbers: tuple[Any, Any], form: PoolForm) -> None:
     """Read a thread's columns of a token's row; `numbers`: token, chunk."""
     token, chunk = numbers
     of_row, of_gate, of_entry = of_rows(form)
