@@ -30,6 +30,7 @@ from degarble.kernels.attention.problem import QueryProblem
 from degarble.kernels.cache.problem import KINDS, SlotsProblem
 from degarble.kernels.indexer.problem import TopkProblem
 from degarble.kernels.moe import problem as moe_problem
+from degarble.kernels.moe.by_row_problem import ByRowProblem
 from degarble.kernels.primitives import kv_problem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.quantise_problem import SCALES, Fp8Problem
@@ -132,6 +133,11 @@ def _w4a16() -> None:
             w4a16_checks.on_device(case)
     for by_row in by_row_checks.fuzzed(SEED, 8):
         by_row_checks.on_device(by_row)
+    for hidden in (512, 4352):  # one token's products quantise their rows, or down alone does
+        moe = moe_problem.MoeProblem(1, hidden, 256, 5, 3, 5, 10.0)
+        alone = by_row_checks.Case(ByRowProblem(moe, shared=True))
+        given = by_row_checks.given_of(alone)
+        by_row_checks.launch_whole(alone, given, by_row_checks.memory_of(alone, given))
 
 
 def _experts() -> None:

@@ -15,13 +15,14 @@ import torch
 
 from degarble.kernels.cache.problem import PagedPoolProblem, StatePages
 from degarble.kernels.indexer.problem import TopkProblem
+from degarble.kernels.moe.by_row_problem import ByRowProblem
 from degarble.kernels.moe.problem import DECODED_TACTICS, MoeProblem
 from degarble.suites.kernels import indexer_checks
 from degarble.suites.kernels.attention import attention_checks
 from degarble.suites.kernels.attention.contract import V32
 from degarble.suites.kernels.cache import compressor_checks, paged_pool_checks
 from degarble.suites.kernels.contract import SETTINGS, kernels_of
-from degarble.suites.kernels.moe import decoded_checks, moe_checks
+from degarble.suites.kernels.moe import by_row_checks, decoded_checks, moe_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +76,19 @@ def experts_of(tactic: Any) -> Loaded:
 
     def launch(given: moe_checks.MoeInputs, out: torch.Tensor) -> None:
         decoded_checks.launch(case, given, memory | {"out": out})
+
+    return Loaded(tuple(partial(launch, given) for given in inputs), memory["out"])
+
+
+def one_token_of(hidden: int) -> Loaded:
+    """Ask experts of one token by its rows, whose products quantise what they can."""
+    moe = MoeProblem(1, hidden, 512, 16, 4, 16, 10.0)
+    cases = [by_row_checks.Case(ByRowProblem(moe, shared=True), seed=seed) for seed in SEEDS]
+    inputs = [by_row_checks.given_of(case) for case in cases]
+    memory = by_row_checks.memory_of(cases[0], inputs[0])
+
+    def launch(given: by_row_checks.Given, out: torch.Tensor) -> None:
+        by_row_checks.launch_whole(cases[0], given, memory | {"out": out})
 
     return Loaded(tuple(partial(launch, given) for given in inputs), memory["out"])
 
@@ -148,6 +162,10 @@ LOADS: dict[str, tuple[int, Callable[[], Loaded]]] = {
     **{
         f"decoded experts, tiles of {tactic.rows}": (40, partial(experts_of, tactic))
         for tactic in DECODED_TACTICS
+    },
+    **{
+        f"experts of one token, {hidden} columns": (100, partial(one_token_of, hidden))
+        for hidden in (1024, 4352)
     },
     "scores behind a table": (100, partial(behind_tables, ONE_TOKEN)),
     **{f"pool of {ratio} behind a table": (100, partial(pool_of, ratio)) for ratio in (4, 128)},
