@@ -390,6 +390,11 @@ class PagedForm:
         """Return the number of threads that store a token's row, four columns each at a time."""
         return min(MOST_KEEPING_THREADS, self.pool.columns * 4 // VECTOR_BYTES)
 
+    @property
+    def single_blocks(self) -> int:
+        """Return the thread blocks of a launch's only token; of spread channels the last keeps."""
+        return self.pool.groups + int(self.pool.spread)
+
 
 def choose_paged_form(problem: PagedPoolProblem, target: str) -> PagedForm:
     """Return the form for a problem: few, some, and many tokens differ."""

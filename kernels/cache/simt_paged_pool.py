@@ -346,9 +346,9 @@ def pool_single(  # noqa: PLR0915  in the order in which it waits
 ) -> None:
     """Pool the window that the only token closes; `numbers`: group, thread.
 
-    Where channels are not spread its row is kept as well (else: keep_single). All other rows were
-    kept by earlier launches, so none has to be waited for. Position, sequence and pages are guessed
-    before the launch in front has ended, so that one wait is for all loads.
+    Where channels are not spread its row is kept as well; otherwise keep_single keeps it. All other
+    rows were kept by earlier launches, so none has to be waited for. Position, sequence and pages
+    are guessed before the launch in front has ended, so that one wait is for all loads.
     """
     group, thread = numbers
     _, sequences, capacity, pages, columns, of_page = extents
@@ -448,7 +448,7 @@ def put_slot(tensors: PagedTensors, numbers: tuple[Any, Any, Any], form: PagedFo
 def keep_single(
     tensors: PagedTensors, extents: tuple[Any, ...], thread: Any, form: cutlass.Constexpr
 ) -> None:
-    """Keep the only token's row, and write position and slot; those who pool wait for neither.
+    """Keep the only token's row, and write position and slot; the pooling blocks wait for neither.
 
     They may read that row meanwhile, but take the token's own numbers in its place (take_kept).
     """
@@ -533,7 +533,7 @@ def launch_pool(
     numbers = (tokens, sequences, Int64(capacity), pages, columns, vectors_of_page)
     if tokens == 1:
         single_kernel(tensors_of(pointers, of_thread), numbers, form).launch(
-            grid=[form.pool.groups + int(form.pool.spread), 1, 1],
+            grid=[form.single_blocks, 1, 1],
             block=[form.pool.threads, 1, 1],
             min_blocks_per_mp=1,  # fewer registers would reuse those of loads under way
             use_pdl=EARLY,

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
     from degarble.kernels.runtime.compiling import CompiledKernel
 
-POOLS = ((5, ((4, 512),)), (3000, ((128, 512),)))  # tokens; ratio and width
+POOLS = ((5, ((4, 512), (128, 512))), (3000, ((128, 512),)))  # tokens; ratio and width
 OTHER_POOLS = (
-    (5, ((4, 128), (128, 512))), (200, ((4, 512), (4, 128), (128, 512))),
+    (5, ((4, 128), (128, 128))), (200, ((4, 512), (4, 128), (128, 512))),
     (3000, ((4, 512), (4, 128))),
 )  # fmt: skip
 

@@ -183,6 +183,9 @@ def test_forms_know_no_extents_but_how_many() -> None:
     assert form(8).pool.few
     assert not form(9).pool.few
     assert (form(1).keeping_threads, form(1).pool.threads, form(9).pool.threads) == (128, 128, 256)
+    # Of a launch's only token one more thread block keeps the row, where channels are spread.
+    of_four = facts.choose_paged_form(PagedPoolProblem(1, 2, 4, StatePages(8, 9, 1024)), "sm_90a")
+    assert (form(1).single_blocks, of_four.single_blocks) == (512 // 8 + 1, 512 // 64)
 
 
 @pytest.mark.parametrize(
