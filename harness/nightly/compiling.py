@@ -98,7 +98,7 @@ class CompiledAhead:
         failed = len(self.found) - self.compiled - self.cached
         left = len(self.needed.listed) + len(self.needed.recorded) - len(self.found)
         text += f"; {failed} could not be compiled" if failed else ""
-        return f"{text}; for {left} time was up." if left else f"{text}."
+        return f"{text}; time was up before {left} more." if left else f"{text}."
 
     @property
     def facts(self) -> dict[str, str]:
@@ -119,7 +119,7 @@ def needed_forms(
     of_target: str,
     keep: Callable[[Mapping[str, Any]], bool] = lambda _raw: True,
 ) -> NeededForms:
-    """Return the forms of a list, those to keep, and of a cache for one target, each once."""
+    """Return a target's forms, each once: those of a list that `keep` accepts, then a cache's."""
     first = _read(filter(keep, _listed(listed)), of_target)
     second = _read(_recorded(cache), of_target) if cache is not None else ([], 0)
     new = [form for form in dict.fromkeys(second[0]) if form not in set(first[0])]
@@ -166,6 +166,13 @@ def compile_form(settings: CompileSettings, form: KernelForm) -> CompiledForm:
     return CompiledForm(form.name, from_cache, seconds, processor)
 
 
+def _compile_until(
+    until: float, settings: CompileSettings, form: KernelForm
+) -> CompiledForm | None:
+    """Compile one form; return None where time was up before (all processes have one clock)."""
+    return None if time.monotonic() > until else compile_form(settings, form)
+
+
 def compile_ahead(
     needed: NeededForms,
     settings: CompileSettings,
@@ -176,14 +183,16 @@ def compile_ahead(
 ) -> CompiledAhead:
     """Compile forms in processes, as many as cores and memory allow; say a line after each.
 
-    Forms that are not compiled at the time `until`, of time.monotonic(), are left.
+    After the time `until`, of time.monotonic(), no form is begun.
     """
     forms = (*needed.listed, *needed.recorded)
     count = min(processes or workers_for(COMPILER_BYTES), len(forms)) or 1
     begun, found = time.monotonic(), dict[KernelForm, CompiledForm]()
-    work = partial(compile_form, settings)
+    work = partial(_compile_until, until, settings)
     with Pool(work, count, imported=(_WORKS,)) as pool:
         for form, made in pool.run_each(forms, lambda form: form.name, 1):
+            if made is None:
+                continue
             found[form] = made
             spent = time.monotonic() - begun
             left = spent / len(found) * (len(forms) - len(found))
@@ -192,8 +201,6 @@ def compile_ahead(
                 f"compiled {len(found)} of {len(forms)}, about {duration(left)} left:"
                 f" {made.name}, {made.error or how}"
             )
-            if time.monotonic() > until:
-                break
     ordered = {form: found[form] for form in forms if form in found}
     return CompiledAhead(needed, ordered, count, time.monotonic() - begun, of_target)
 

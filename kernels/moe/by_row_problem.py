@@ -193,7 +193,8 @@ def serves_gating(problem: ByRowProblem, target: str) -> bool:
     """Return whether down applies SwiGLU, quantises and decodes its rows itself.
 
     Every thread block does so anew for each row: for one token's rows of up to two rounds that
-    costs less than a launch, as measured on an H200.
+    costs less than a launch, as measured on an H200. Such a product loads early, so gate and up in
+    front of it have to be a walk as well.
     """
     short = problem.moe.tokens == 1 and problem.moe.width <= 2 * product.ROUND
     ones = (matrix_problem(problem, products) for products in (GATE_AND_UP, 1))

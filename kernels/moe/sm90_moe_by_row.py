@@ -6,10 +6,10 @@ row by gate and by up of its expert; `GATED` quantises and decodes what SwiGLU m
 multiplies by down; `SUM` adds a token's slots in their order (simt_moe_rows). Products are walks
 (w4a16_walk), or runs where matrices have parts of lines (w4a16_by_row). The shared expert's rows
 come first, if its matrices are stacked behind the routed ones. Numbers of rows: by_row_problem.
-One token's short rows take fewer: `SECOND` applies SwiGLU, quantises and decodes its rows itself
-(`GATING`, four launches), and so does `FIRST` with the token where it is as short (`UNDECODED`,
-three). `PRODUCTS` is `KERNEL` without the sum, `ALONE` is `FC2` for a matrix that is no expert's,
-and for rows that were decoded alike: walks keep them in FP16.
+For one token `SECOND` takes the place of `GATED` and `FC2` where the experts' width is at most 4096
+(`GATING`, four launches), and `FIRST` that of `ROWS` and `FC1` where the hidden size is, too
+(`UNDECODED`, three). `PRODUCTS` is `KERNEL` without the sum, `ALONE` is `FC2` for a matrix that is
+no expert's, and for rows that were decoded alike: walks keep them in FP16.
 
 Which expert a row has is read on the GPU from the router's output. An expert that is not here
 leaves its slot out of the sum. Nothing here synchronises with the host, so a call can be captured
@@ -244,7 +244,7 @@ SUM = replace(
 )
 
 
-# Both products on rows that are not decoded yet, in place of four launches.
+# Both products on rows that are not decoded yet: each in the place of two launches.
 FIRST = replace(
     FC1,
     operands=(

@@ -15,7 +15,7 @@ from degarble.kernels.attention.problem import AttentionProblem, KeyList, choose
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import Pages
 from degarble.suites.bench import gpu
-from degarble.suites.bench.gpu import SETTINGS, floats, integers, normal, octets
+from degarble.suites.bench.gpu import floats, integers, normal, octets, settings
 from degarble.suites.bench.runner import (
     TERAFLOPS,
     US,
@@ -136,7 +136,7 @@ def kernel_launch(problem: AttentionProblem, _number: int) -> Callable[[], objec
     """Return a launch of the kernels on buffers of its own."""
     kernel, given = gpu.module("sm90_sparse_attention").KERNEL, drawn(problem)
     given |= kernel.allocate(problem, given["q"].device)
-    return partial(kernel.run, problem, SETTINGS, **given)
+    return partial(kernel.run, problem, settings(), **given)
 
 
 def torch_attention(

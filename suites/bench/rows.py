@@ -161,7 +161,7 @@ def sum_and_norm(problem: ResidualProblem, how: str, _number: int) -> Callable[[
     def run() -> None:
         torch.add(x, residual, out=total)
         if how == "ours":
-            kernel.run(norm, gpu.SETTINGS, **tensors)
+            kernel.run(norm, gpu.settings(), **tensors)
         else:
             torch.nn.functional.rms_norm(total, given["weight"].shape, given["weight"], 1e-6)
 
@@ -195,7 +195,7 @@ def gemv(problem: GemvProblem, weights: Callable[[int], Any], number: int) -> Ca
         "x": normal(problem.rows, HEAD[1]), "weight": weights(number),
         "out": floats(problem.rows, HEAD[0]),
     }  # fmt: skip
-    compiled = kernel.compile_form(form, gpu.SETTINGS)
+    compiled = kernel.compile_form(form, gpu.settings())
     return partial(kernel.launch, compiled, form, problem, tensors)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -79,8 +80,8 @@ class HerePool:
 
     count = 0
 
-    def __init__(self, _work: Any, count: int, **_more: Any) -> None:
-        HerePool.count = count
+    def __init__(self, work: Any, count: int, **_more: Any) -> None:
+        HerePool.count, self.work = count, work
 
     def __enter__(self) -> Self:
         return self
@@ -89,11 +90,16 @@ class HerePool:
 
     def run_each(self, forms: Sequence[Any], _name: Any, _again: int) -> Iterator[Any]:
         for form in reversed(forms):
-            yield form, CompiledForm(form.name, form == RECORDED, 2.0)
+            yield form, self.work(form)
+
+
+def _compiled(_settings: Any, form: Any) -> CompiledForm:
+    return CompiledForm(form.name, form == RECORDED, 2.0)
 
 
 def test_a_line_is_said_after_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "Pool", HerePool)
+    monkeypatch.setattr(compiling, "compile_form", _compiled)
     said: list[str] = []
     needed = NeededForms((LISTED,), (RECORDED,))
     ahead = compile_ahead(needed, CompileSettings(), "sm_90a", 5, said.append)
@@ -105,12 +111,20 @@ def test_a_line_is_said_after_each_form(monkeypatch: pytest.MonkeyPatch) -> None
     assert "1 compiled by 2 processes, 1 from the cache." in ahead.sentence
 
 
-def test_what_is_not_compiled_when_time_is_up_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_form_is_begun_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+
+    def slow(_settings: Any, form: Any) -> CompiledForm:
+        monkeypatch.setattr(time, "monotonic", lambda: now + 20)
+        return _compiled(_settings, form)
+
     monkeypatch.setattr(compiling, "Pool", HerePool)
-    needed = NeededForms((LISTED,), (RECORDED,))
-    ahead = compile_ahead(needed, CompileSettings(), "sm_90a", until=0.0)
+    monkeypatch.setattr(compiling, "compile_form", slow)
+    needed, said = NeededForms((LISTED,), (RECORDED,)), list[str]()
+    ahead = compile_ahead(needed, CompileSettings(), "sm_90a", None, said.append, now + 10)
     assert list(ahead.found) == [RECORDED]
-    assert ahead.sentence.endswith("1 from the cache; for 1 time was up.")
+    assert len(said) == 1
+    assert ahead.sentence.endswith("1 from the cache; time was up before 1 more.")
 
 
 def ahead_of(*errors: str) -> CompiledAhead:

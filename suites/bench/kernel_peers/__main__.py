@@ -4,7 +4,8 @@
     python -m degarble.suites.bench.kernel_peers --join FILE ... [--page]
 
 Compiles the kernels that the rows are known to need (needed_forms.py) in parallel first, unless
-DEGARBLE_KERNEL_CACHE is off; of --within at most half goes to that. A row compiles what is missing.
+DEGARBLE_KERNEL_CACHE is off; after half of --within no more are begun. A row compiles what is
+missing.
 
 Writes kernels.json and kernels.md into OUT after every row, so that what was measured stays when
 time is up. --resume measures the rows that OUT lacks. A kernel that breaks or stops the device is
@@ -82,7 +83,8 @@ FORMS = Path(__file__).with_name("needed_forms.json")
 SECTION = "kernel-peers"
 KERNEL_SECONDS = 120.0  # until one kernel counts as hanging; DeepGEMM and humming compile first
 SPARE_SECONDS = 5.0  # at the end of --within
-AHEAD = 0.5  # of --within, at most, in which kernels are compiled before the first row
+COMPILE_SHARE = 0.5  # of --within, in which kernels are begun to be compiled before the first row
+LEAST_SECONDS = 5.0  # to compile ahead in; processes take some to start
 
 
 def rows_of(group: str) -> Iterator[Row | LargeRow | TimedRow]:
@@ -186,13 +188,18 @@ def compile_rows(run: Run, groups: Sequence[str], options: Any) -> None:
 
     target, now = target_of_device().name, time.monotonic()
     needed = compiling.needed_forms(FORMS, None, target, is_of_a_row)
-    seconds = AHEAD * (options.deadline - now)
-    if needed.listed and seconds > SPARE_SECONDS:  # processes take some to start
-        try:
-            ahead = compiling.compile_ahead(needed, settings, target, until=now + seconds)
-            _say(ahead.sentence)
-        except DegarbleError as error:  # rows compile what they need
-            _say(f"kernels are not compiled ahead: {error}")
+    seconds = COMPILE_SHARE * (options.deadline - now)
+    if not needed.listed or seconds < LEAST_SECONDS:
+        return
+    try:
+        ahead = compiling.compile_ahead(needed, settings, target, until=now + seconds)
+    except DegarbleError as error:  # rows compile what they need
+        _say(f"kernels are not compiled ahead: {error}")
+        return
+    for made in ahead.found.values():
+        if made.error:
+            _say(f"{made.name}: {made.error}")
+    _say(ahead.sentence)
 
 
 def measured(run: Run, groups: Sequence[str], options: Any, clock: Clock, hang: Hang) -> None:
@@ -261,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", nargs="+", default=[], metavar="GROUP", help=", ".join(GROUPS))
     made.add_argument("--rows", nargs="+", default=[], metavar="WORD", help="rows with a WORD")
     made.add_argument("--within", type=float, default=0.0, metavar="SECONDS",
-                      help="start no row that would end later")  # fmt: skip
+                      help="start no row that would end later, compile for half")  # fmt: skip
     made.add_argument("--rounds", type=int, default=20)
     made.add_argument("--out", type=Path, default=OUT)
     made.add_argument("--resume", action="store_true", help="keep the rows of OUT, measure others")

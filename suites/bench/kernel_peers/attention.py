@@ -256,7 +256,7 @@ def from_fp8(problem: AttentionProblem) -> Contender:
     def make(_number: int) -> Call:
         of, given = gpu.module("sm90_sparse_attention").KERNEL, bench.drawn(problem)
         given |= of.allocate(problem, given["q"].device)
-        return Call(partial(of.run, problem, gpu.SETTINGS, **given))
+        return Call(partial(of.run, problem, gpu.settings(), **given))
 
     return Contender(FROM_FP8, make)
 

@@ -38,7 +38,7 @@ def company_row(
 
     def whole() -> Tensor:
         of = gpu.module(kernel).KERNEL
-        return of.run(every, gpu.SETTINGS, **given())["out"][PLACE].double()  # type: ignore[no-any-return]
+        return of.run(every, gpu.settings(), **given())["out"][PLACE].double()  # type: ignore[no-any-return]
 
     def alone(_number: int) -> Call:
         of, inputs = gpu.module(kernel).KERNEL, given()
@@ -49,7 +49,7 @@ def company_row(
             if each in kept and tensor is not None
         }
         made = {**of.allocate(one, gpu.DEVICE), **tensors}
-        return Call(lambda: of.run(one, gpu.SETTINGS, **made), lambda: made["out"][0])
+        return Call(lambda: of.run(one, gpu.settings(), **made), lambda: made["out"][0])
 
     return Row(name, [Contender(OURS, alone)], reference=whole, sets=1, repeats=1, exact=True)
 

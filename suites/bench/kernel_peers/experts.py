@@ -136,7 +136,7 @@ def row(layer: Layer, tokens: int) -> Row:
         case, given = by_row_checks.Case(ByRowProblem(problem)), shared(number).operands
         memory = by_row_checks.memory_of(case, given)
         return Call(
-            lambda: by_row_checks.launch_whole(case, given, memory, gpu.SETTINGS),
+            lambda: by_row_checks.launch_whole(case, given, memory, gpu.settings()),
             lambda: memory["out"][some],
         )
 
@@ -145,7 +145,7 @@ def row(layer: Layer, tokens: int) -> Row:
         out = torch.empty(given.x.shape, dtype=torch.float32, device=gpu.DEVICE)
         return Call(
             lambda: gpu.module("sm90_moe_nvfp4").KERNEL.run(
-                problem, gpu.SETTINGS, None, **given.operands, out=out
+                problem, gpu.settings(), None, **given.operands, out=out
             ),
             lambda: out[some],
         )

@@ -39,7 +39,7 @@ def ours(
     def make(number: int) -> Call:
         of = gpu.module(kernel).KERNEL
         tensors = gpu.drawn(of, problem, given(number))
-        return Call(partial(of.run, problem, gpu.SETTINGS, **tensors), lambda: result(tensors))
+        return Call(partial(of.run, problem, gpu.settings(), **tensors), lambda: result(tensors))
 
     return Contender(name, make)
 

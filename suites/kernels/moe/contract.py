@@ -15,7 +15,7 @@ from degarble.kernels.gemm import w4a16_walk_problem as walks
 from degarble.kernels.gemm.w4a16_walk_problem import W4A16WalkForm
 from degarble.kernels.moe import by_row_problem as by_row
 from degarble.kernels.moe import problem as facts
-from degarble.kernels.moe.by_row_problem import AnyForm, ByRowProblem, DecodeForm
+from degarble.kernels.moe.by_row_problem import ByRowProblem, DecodeForm
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, CombineForm, MoeProblem, RowsForm
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 from degarble.suites.kernels import gemm_code
@@ -111,23 +111,20 @@ def _by_row_code() -> Iterator[MachineCode]:
             )  # fmt: skip
 
 
-CHOICES_OF_PRODUCTS = by_row.choose_first_form, by_row.choose_second_form
 UNDECODED = ("values", by_row.serves_undecoded), ("swiglu", by_row.serves_gating)
 
 
 def _walk_code() -> Iterator[MachineCode]:
-    found: dict[AnyForm, bool] = {}
     for hidden, width in ((4096, 2048), (7168, 2048), (7168, 3072), (512, 256)):
         problem = ByRowProblem(MoeProblem(1, hidden, width, 256, 6, 256, 10.0), shared=True)
-        forms = [choose(problem, SM90A.name) for choose in CHOICES_OF_PRODUCTS]
-        for source, serves in UNDECODED:
-            if serves(problem, SM90A.name):
-                forms.append(by_row.undecoded_form(problem, source))
-        for form in forms:
-            found.setdefault(form, hidden != 4096)
-    for form, slow in found.items():
-        assert isinstance(form, W4A16WalkForm)
-        yield _walk_form(form, slow=slow)
+        for form in (
+            by_row.choose_first_form(problem, SM90A.name),
+            by_row.choose_second_form(problem, SM90A.name),
+            *(by_row.undecoded_form(problem, source) for source, serves in UNDECODED
+              if serves(problem, SM90A.name)),
+        ):  # fmt: skip
+            assert isinstance(form, W4A16WalkForm)
+            yield _walk_form(form, slow=hidden != 4096)
 
 
 def _walk_form(form: W4A16WalkForm, *, slow: bool) -> MachineCode:

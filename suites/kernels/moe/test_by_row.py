@@ -562,30 +562,41 @@ def test_one_row_alone_has_the_bits_of_its_product_with_others(
         assert torch.equal(made, want[row : row + 1])
 
 
+LAUNCHES = {3: ("FIRST", "SECOND", "SUM"), 4: ("ROWS", "FC1", "SECOND", "SUM"),
+            5: ("ROWS", "FC1", "GATED", "FC2", "SUM")}  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence", ["KERNEL", "PRODUCTS"])
 @pytest.mark.parametrize(
     ("shape", "named", "launches"),
     [
-        *(((1, 512, 256), named, 3) for named in ((), ("out",), ("gate_and_up", "products"))),
+        *(((1, 512, 256), named, 3) for named in ((), ("places",), ("gate_and_up", "products"))),
         *(((1, 512, 256), (name,), count) for name, count in (("x_rows", 4), ("hidden_rows", 5))),
-        ((1, 7168, 256), (), 4), ((1, 7168, 256), ("x_rows", "places"), 4),
-        ((1, 7168, 256), ("hidden_rows",), 5), ((1, 512, 4352), (), 5), ((2, 512, 256), (), 5),
-        ((1, 384, 256), (), 5),
+        ((1, 4096, 256), (), 3), ((1, 4352, 256), (), 4), ((1, 7168, 256), ("x_rows", "places"), 4),
+        ((1, 7168, 256), ("hidden_rows",), 5), ((2, 512, 256), (), 5), ((1, 384, 256), (), 5),
+        ((1, 512, 4096), (), 3), ((1, 512, 4352), (), 5),
     ],
 )  # fmt: skip
-def test_walks_decode_short_rows_themselves_unless_decoded_rows_are_named(
-    shape: tuple[int, int, int], named: tuple[str, ...], launches: int
+def test_products_decode_short_rows_themselves_unless_decoded_rows_are_named(
+    shape: tuple[int, int, int], named: tuple[str, ...], launches: int, sequence: str
 ) -> None:
     """What all ways have between their kernels has one shape."""
-    call: Any = import_module("degarble.kernels.moe.sm90_moe_by_row").KERNEL
-    case = Case(ByRowProblem(MoeProblem(*shape, 16, 6, 16, 10.0), shared=True), "even", 0)
-    given = {name: tensor.to(META) for name, tensor in checks.given_of(case, "cpu").items()}
+    module = import_module("degarble.kernels.moe.sm90_moe_by_row")
+    call: Any = getattr(module, sequence)
+    case = Case(ByRowProblem(MoeProblem(*shape, 2, 2, 2, 10.0), shared=True), "even", 0)
+    given = {
+        name: tensor.to(META)
+        for name, tensor in checks.given_of(case, "cpu").items()
+        if name in call.names
+    }
     made: dict[str, Any] = {}
     for kernel, own in zip(call.kernels, call.problems(case.problem, None, given), strict=True):
         made |= kernel.allocate(own, torch.device(META))
     heard: list[Any] = []
     with pretended_gpu(heard=lambda kernel, _form: heard.append(kernel)):
         call.run(case.problem, checks.SETTINGS, **given, **{name: made[name] for name in named})
-    assert len(heard) == launches
+    wanted = [name for name in LAUNCHES[launches] if sequence == "KERNEL" or name != "SUM"]
+    assert heard == [getattr(module, name) for name in wanted]
 
 
 @pytest.mark.h200
