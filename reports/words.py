@@ -67,8 +67,9 @@ WORD_MEANINGS = {
 }
 
 
-# Of a run that only degarble's own references computed.
+# Of a run that only degarble's own references computed; beside it a night may test all kernels.
 NO_KERNEL = "nothing wrong was found, and no kernel was tested"
+SUITES_ALONE = "nothing wrong was found; kernels were tested by suites, not on this checkpoint"
 
 
 # A comparison of two captures has no budget: equal means to the bit.
@@ -87,9 +88,10 @@ HISTORY_MEANINGS = {
 
 def meaning(page: Page) -> str:
     """Return what the verdict of a page means, given what was judged there."""
-    judged = {panel.kind for panel in page.panels if panel.verdict is not None}
+    judged = {panel.kind: panel.verdict for panel in page.panels if panel.verdict is not None}
     if page.word == NO_ERRORS and PanelKind.REPLAY in judged:
-        return NO_KERNEL
+        of_kernels = judged.get(PanelKind.KERNELS)
+        return SUITES_ALONE if of_kernels is Verdict.AGREES else NO_KERNEL
     if page.word in WORD_MEANINGS:
         return WORD_MEANINGS[page.word]
     alone = {

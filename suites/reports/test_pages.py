@@ -791,6 +791,11 @@ def test_references_alone_are_no_tested_kernel() -> None:
     panel = Panel(PanelKind.REPLAY, "Built-in reference.", Verdict.AGREES)
     page = replace(PAGE, verdict=Verdict.AGREES, word=NO_ERRORS, panels=(panel,))
     assert words.meaning(page) == "nothing wrong was found, and no kernel was tested"
+    for verdict, meaning in (
+        (Verdict.AGREES, words.SUITES_ALONE), (Verdict.UNDECIDED, words.NO_KERNEL),
+    ):  # fmt: skip
+        kernels = Panel(PanelKind.KERNELS, "Suites of kernels.", verdict)
+        assert words.meaning(replace(page, panels=(panel, kernels))) == meaning
     audit = replace(page, panels=(replace(panel, kind=PanelKind.AUDIT),))
     assert words.meaning(audit) == words.WORD_MEANINGS[NO_ERRORS]
 
