@@ -304,6 +304,21 @@ def pool_rows(
     pool(tensors, registers, shared, numbers, form.pool)
 
 
+def closes_window(valid: Any, of: tuple[Any, Any], position: Any, form: PagedForm) -> Any:
+    """Return whether a token closes a window; `of`: its sequence, and how many there are."""
+    sequence, sequences = of
+    known = valid & (sequence >= 0) & (sequence < sequences)
+    return known & ((position + 1) % form.pool.ratio == 0)
+
+
+def put_slot(tensors: PagedTensors, token: Any, numbers: tuple[Any, ...], form: PagedForm) -> None:
+    """Write position and slot of a token's window; `numbers`: closes, position, entry."""
+    closes, position, entry = numbers
+    first = position - (form.pool.ratio - 1)
+    tensors.firsts[token] = Int64(ops.select(closes, first, Int32(0)))
+    tensors.entry_slots[token] = ops.select(closes, entry, Int64(NO_PLACE))
+
+
 @cute.jit
 def pool_token(
     tensors: PagedTensors,
@@ -320,12 +335,10 @@ def pool_token(
     if token < tokens:
         slot, position = Int64(tensors.slots[token]), Int32(tensors.positions[token])
         sequence = Int32(tensors.requests[token])
-        known = (slot >= 0) & (slot < capacity) & (sequence >= 0) & (sequence < sequences)
-        closes = known & ((position + 1) % form.pool.ratio == 0)
+        valid = (slot >= 0) & (slot < capacity)
+        closes = closes_window(valid, (sequence, sequences), position, form)
         if (group == 0) & (thread == 0):
-            first, entry = position - (form.pool.ratio - 1), Int64(tensors.entries[token])
-            tensors.firsts[token] = Int64(ops.select(closes, first, Int32(0)))
-            tensors.entry_slots[token] = ops.select(closes, entry, Int64(NO_PLACE))
+            put_slot(tensors, token, (closes, position, Int64(tensors.entries[token])), form)
         if closes:
             registers = row_registers(form.pool)
             first = position - (form.pool.ring_rows - 1)
@@ -397,8 +410,7 @@ def pool_single(  # noqa: PLR0915  in the order in which it waits
     position, sequence = Int32(tensors.positions[own]), Int32(tensors.requests[own])
     cute.arch.sync_warp()
     valid = (slot >= 0) & (slot < capacity)
-    known = valid & (sequence >= 0) & (sequence < sequences)
-    closes = known & ((position + 1) % form.pool.ratio == 0)
+    closes = closes_window(valid, (sequence, sequences), position, form)
     wrong = wrong_guess(position, supposed) | wrong_guess(sequence, owner)
     for turn in cutlass.range_constexpr(len(asked)):
         wrong = wrong | wrong_guess(Int32(rPages[turn]), asked[turn])
@@ -426,7 +438,7 @@ def pool_single(  # noqa: PLR0915  in the order in which it waits
                 cute.autovec_copy(kept[half][0], tensors.states[None, place + more])
                 cute.autovec_copy(kept[half][1], tensors.states[None, place + (of_gate + more)])
         if (group == 0) & (thread == form.pool.threads - 1):
-            put_slot(tensors, (closes, position, entry), form)
+            put_slot(tensors, 0, (closes, position, entry), form)
 
 
 def place_of_row(slot: Any, chunk: Any, of_page: Any, form: PagedForm) -> Any:
@@ -434,14 +446,6 @@ def place_of_row(slot: Any, chunk: Any, of_page: Any, form: PagedForm) -> Any:
     of_row, _, _ = of_rows(form.pool)
     place = Int64(Int32(slot) // form.rows) * of_page
     return place + Int64(Int32(slot) % form.rows * of_row + chunk)
-
-
-def put_slot(tensors: PagedTensors, numbers: tuple[Any, Any, Any], form: PagedForm) -> None:
-    """Write position and slot of the only token's window; `numbers`: closes, position, entry."""
-    closes, position, entry = numbers
-    first = position - (form.pool.ratio - 1)
-    tensors.firsts[0] = Int64(ops.select(closes, first, Int32(0)))
-    tensors.entry_slots[0] = ops.select(closes, entry, Int64(NO_PLACE))
 
 
 @cute.jit
@@ -478,9 +482,8 @@ def keep_single(
             cute.autovec_copy(rLatent, tensors.states[None, place])
             cute.autovec_copy(rGate, tensors.states[None, place + of_gate])
     if thread == form.pool.threads - 1:
-        closes = valid & (sequence >= 0) & (sequence < sequences)
-        closes = closes & ((position + 1) % form.pool.ratio == 0)
-        put_slot(tensors, (closes, position, entry), form)
+        closes = closes_window(valid, (sequence, sequences), position, form)
+        put_slot(tensors, 0, (closes, position, entry), form)
 
 
 @cute.kernel

@@ -35,7 +35,7 @@ from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.backends import cutedsl_cases as cases
 from degarble.suites.backends.cutedsl_standin import StandIn
 from degarble.suites.kernels.attention import contract
-from degarble.suites.support.pretended_gpu import pretended_gpu
+from degarble.suites.support.pretended_gpu import noted_in, pretended_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -87,11 +87,7 @@ def with_entry(problem: Any, entry: str) -> Any:
 def forms_heard(found: dict[KernelForm, None]) -> Iterator[Launching]:
     """Yield kernels; `found` gets the forms that they would compile."""
 
-    def heard(kernel: Any, form: Any) -> None:
-        place = place_of(kernel)
-        assert place, f"no module holds the kernel of {form}"
-        found[KernelForm(place, form)] = None
-
+    heard = noted_in(found)
     with pretended_gpu(TARGET, "cpu", heard):
         yield Launching(heard)
 

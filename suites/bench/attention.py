@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.cli.values import settings_here
 from degarble.kernels.attention.problem import AttentionProblem, KeyList, choose_splits
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import Pages
 from degarble.suites.bench import gpu
-from degarble.suites.bench.gpu import floats, integers, normal, octets, settings
+from degarble.suites.bench.gpu import floats, integers, normal, octets
 from degarble.suites.bench.runner import (
     TERAFLOPS,
     US,
@@ -136,7 +137,7 @@ def kernel_launch(problem: AttentionProblem, _number: int) -> Callable[[], objec
     """Return a launch of the kernels on buffers of its own."""
     kernel, given = gpu.module("sm90_sparse_attention").KERNEL, drawn(problem)
     given |= kernel.allocate(problem, given["q"].device)
-    return partial(kernel.run, problem, settings(), **given)
+    return partial(kernel.run, problem, settings_here(), **given)
 
 
 def torch_attention(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from degarble.harness.cli.values import settings_here
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
 from degarble.kernels.gemm import w4a16_problem
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem
@@ -27,7 +28,7 @@ from degarble.kernels.primitives.quantise_problem import Fp8Problem
 from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 from degarble.suites.bench import gpu
-from degarble.suites.bench.gpu import empty, floats, integers, normal, octets, settings
+from degarble.suites.bench.gpu import empty, floats, integers, normal, octets
 from degarble.suites.bench.runner import (
     COPY,
     TERABYTES,
@@ -102,7 +103,7 @@ def gemm_arm(
     def make(_number: int) -> Launch:
         chosen = form() if form else choose_form(problem, target_of_device().name)
         kernel = gpu.module(f"{FAMILIES[chosen.target]}_gemm_{problem.operands}").KERNEL
-        compiled = kernel.compile_form(chosen, settings())
+        compiled = kernel.compile_form(chosen, settings_here())
         return partial(kernel.launch, compiled, chosen, problem, tensors_of(problem))
 
     return Arm(name, make, problem.bytes_moved, problem.operations, **told)
@@ -217,7 +218,7 @@ def w4a16_arm(problem: W4A16Problem) -> Arm:
         tactic = w4a16_problem.choose_tactic(problem)
         form = w4a16_problem.choose_form(problem, tactic, target_of_device().name)
         kernel = gpu.module("sm90_gemm_w4a16").KERNEL
-        compiled = kernel.compile_form(form, settings())
+        compiled = kernel.compile_form(form, settings_here())
         return partial(kernel.launch, compiled, form, problem, w4a16_tensors(problem))
 
     name = f"{problem.outputs}x{problem.columns}, M = {problem.rows}"
@@ -292,15 +293,15 @@ def output_launches(tokens: int, groups: int, _number: int) -> dict[str, Launch]
     problem = InverseRopeProblem(tokens, heads.shape[1], POSITIONS, in_place=True)
 
     def composed() -> None:
-        back.run(problem, settings(), heads=heads, turns=turns, positions=positions, out=heads)
-        kernel.run(plain, settings(), a=a, b=b, out=out)
+        back.run(problem, settings_here(), heads=heads, turns=turns, positions=positions, out=heads)
+        kernel.run(plain, settings_here(), a=a, b=b, out=out)
 
     return {
         "turned in the product": lambda: kernel.run(
-            fused, settings(), a=a, b=b, turns=turns, positions=positions, out=out
+            fused, settings_here(), a=a, b=b, turns=turns, positions=positions, out=out
         ),
         "inverse_rope, then the product": composed,
-        "the product alone": lambda: kernel.run(plain, settings(), a=a, b=b, out=out),
+        "the product alone": lambda: kernel.run(plain, settings_here(), a=a, b=b, out=out),
         CUBLAS: by_cublas(a, b, groups),
     }
 
@@ -316,7 +317,7 @@ class Coded(NamedTuple):
     def quantise(self, problem: Fp8Problem, **turns: Any) -> None:
         out = {"codes": self.quantised.a, "scales": self.quantised.a_scales}
         kernel = gpu.module("simt_quantise_fp8").KERNEL
-        kernel.run(problem, settings(), values=self.heads.a, **out, **turns)
+        kernel.run(problem, settings_here(), values=self.heads.a, **out, **turns)
 
     def turn_and_quantise(self) -> None:
         """Turn the heads back on their way to their codes."""
@@ -329,7 +330,7 @@ class Coded(NamedTuple):
         back = InverseRopeProblem(self.told.rows, each.shape[1], POSITIONS, in_place=True)
         turns = {"turns": self.heads.turns, "positions": self.heads.positions}
         kernel = gpu.module("simt_inverse_rope").KERNEL
-        kernel.run(back, settings(), heads=each, out=each, **turns)
+        kernel.run(back, settings_here(), heads=each, out=each, **turns)
         self.quantise(replace(self.told, turned=0, positions=0))
 
     def each_group(self) -> None:
@@ -342,7 +343,12 @@ class Coded(NamedTuple):
         of_b = (each.chunk(groups) for each in (held.b, held.b_scales))
         made = [
             plain.run_one(
-                one, settings(), a=x.contiguous(), a_scales=of_x.contiguous(), b=w, b_scales=of_w
+                one,
+                settings_here(),
+                a=x.contiguous(),
+                a_scales=of_x.contiguous(),
+                b=w,
+                b_scales=of_w,
             )
             for x, of_x, w, of_w in zip(*of_a, *of_b, strict=True)
         ]
@@ -372,7 +378,7 @@ def coded_launches(tokens: int, groups: int, kind: str, _number: int) -> dict[st
     fused = replace(held.alone, turned=HEAD, positions=POSITIONS)
 
     def product() -> None:
-        kernel.run(held.alone, settings(), **held.quantised._asdict(), out=out)
+        kernel.run(held.alone, settings_here(), **held.quantised._asdict(), out=out)
 
     def composed(first: Callable[[], None]) -> None:
         first()
@@ -380,7 +386,7 @@ def coded_launches(tokens: int, groups: int, kind: str, _number: int) -> dict[st
 
     return {
         "turned and quantised in the product": lambda: kernel.run(
-            fused, settings(), **held.heads._asdict(), out=out
+            fused, settings_here(), **held.heads._asdict(), out=out
         ),
         "turned and quantised, then the product": lambda: composed(held.turn_and_quantise),
         "inverse_rope, quantise_fp8, then the product": lambda: composed(held.turn_then_quantise),
@@ -397,7 +403,7 @@ def projection_launches(tokens: int, _number: int) -> dict[str, Launch]:
     problem = GroupedProblem(tokens, 1, PROJECTED, HIDDEN, out="fp32")
     out, rounded = floats(tokens, PROJECTED), normal(tokens, PROJECTED)
     return {
-        "projection in float32": lambda: kernel.run(problem, settings(), a=a, b=b, out=out),
+        "projection in float32": lambda: kernel.run(problem, settings_here(), a=a, b=b, out=out),
         CUBLAS: lambda: torch.mm(a, b.T, out=rounded),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,7 @@ from degarble.suites.bench.runner import Arm
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from degarble.kernels.runtime.compiling import CompileSettings
-
 DEVICE = "cuda"
-
-
-@cache
-def settings() -> CompileSettings:
-    """Return where this process keeps compiled kernels."""
-    return settings_here()
 
 
 def module(name: str) -> Any:
@@ -83,10 +75,10 @@ def kernel_arm(
         of = module(kernel).KERNEL
         tensors = drawn(of, problem, given(number))
         if tactic is None:
-            return partial(of.run, problem, settings(), **tensors)
+            return partial(of.run, problem, settings_here(), **tensors)
         of.require(problem, tensors)
         form = of.choose_form(problem, target_of_device().name)
-        compiled = of.compile_form(form, settings())
+        compiled = of.compile_form(form, settings_here())
         return partial(of.launch, compiled, form, problem, tensors, tactic)
 
     told.setdefault("moved", getattr(problem, "bytes_moved", 0))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.cli.values import settings_here
 from degarble.kernels.gemm import gemv_problem
 from degarble.kernels.gemm.gemv_problem import GemvProblem
 from degarble.kernels.primitives.quantise_problem import (
@@ -161,7 +162,7 @@ def sum_and_norm(problem: ResidualProblem, how: str, _number: int) -> Callable[[
     def run() -> None:
         torch.add(x, residual, out=total)
         if how == "ours":
-            kernel.run(norm, gpu.settings(), **tensors)
+            kernel.run(norm, settings_here(), **tensors)
         else:
             torch.nn.functional.rms_norm(total, given["weight"].shape, given["weight"], 1e-6)
 
@@ -195,7 +196,7 @@ def gemv(problem: GemvProblem, weights: Callable[[int], Any], number: int) -> Ca
         "x": normal(problem.rows, HEAD[1]), "weight": weights(number),
         "out": floats(problem.rows, HEAD[0]),
     }  # fmt: skip
-    compiled = kernel.compile_form(form, gpu.settings())
+    compiled = kernel.compile_form(form, settings_here())
     return partial(kernel.launch, compiled, form, problem, tensors)
 
 

@@ -15,7 +15,8 @@ from unittest import mock
 
 import torch
 
-from degarble.kernels.runtime.kernel import Kernel
+from degarble.kernels.runtime.forms import KernelForm
+from degarble.kernels.runtime.kernel import Kernel, place_of
 from degarble.kernels.runtime.modules import MODULES, module_of
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.bench import gpu, runner
@@ -41,6 +42,17 @@ def _seconds(arms: Sequence[Arm], rounds: int) -> list[tuple[float, ...]]:
 
 def _unheard(_kernel: Any, _form: Any) -> None:
     """Hear of a form, and keep nothing."""
+
+
+def noted_in(found: dict[KernelForm, None]) -> Callable[[Any, Any], None]:
+    """Return what notes every form that is heard."""
+
+    def heard(kernel: Any, form: Any) -> None:
+        place = place_of(kernel)
+        assert place, f"no module holds the kernel of {form}"
+        found[KernelForm(place, form)] = None
+
+    return heard
 
 
 @contextmanager

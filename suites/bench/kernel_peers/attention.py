@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.backends.graph.matrices import MMA_ROWS, VERY_FEW_ROWS
+from degarble.harness.cli.values import settings_here
 from degarble.kernels.attention.problem import few_token_splits
 from degarble.kernels.primitives.kv_problem import WIDTH
 from degarble.suites.bench import attention as bench
@@ -256,7 +257,7 @@ def from_fp8(problem: AttentionProblem) -> Contender:
     def make(_number: int) -> Call:
         of, given = gpu.module("sm90_sparse_attention").KERNEL, bench.drawn(problem)
         given |= of.allocate(problem, given["q"].device)
-        return Call(partial(of.run, problem, gpu.settings(), **given))
+        return Call(partial(of.run, problem, settings_here(), **given))
 
     return Contender(FROM_FP8, make)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.cli.values import settings_here
 from degarble.kernels.gemm.problem import BF16, FP8_BLOCK, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.indexer.problem import TopkProblem
@@ -38,7 +39,7 @@ def company_row(
 
     def whole() -> Tensor:
         of = gpu.module(kernel).KERNEL
-        return of.run(every, gpu.settings(), **given())["out"][PLACE].double()  # type: ignore[no-any-return]
+        return of.run(every, settings_here(), **given())["out"][PLACE].double()  # type: ignore[no-any-return]
 
     def alone(_number: int) -> Call:
         of, inputs = gpu.module(kernel).KERNEL, given()
@@ -49,7 +50,7 @@ def company_row(
             if each in kept and tensor is not None
         }
         made = {**of.allocate(one, gpu.DEVICE), **tensors}
-        return Call(lambda: of.run(one, gpu.settings(), **made), lambda: made["out"][0])
+        return Call(lambda: of.run(one, settings_here(), **made), lambda: made["out"][0])
 
     return Row(name, [Contender(OURS, alone)], reference=whole, sets=1, repeats=1, exact=True)
 

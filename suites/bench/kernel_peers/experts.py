@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.backends.graph.matrices import VERY_FEW_ROWS
+from degarble.harness.cli.values import settings_here
 from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout
 from degarble.kernels.moe.by_row_problem import ByRowProblem
 from degarble.suites.bench import gpu
@@ -136,7 +137,7 @@ def row(layer: Layer, tokens: int) -> Row:
         case, given = by_row_checks.Case(ByRowProblem(problem)), shared(number).operands
         memory = by_row_checks.memory_of(case, given)
         return Call(
-            lambda: by_row_checks.launch_whole(case, given, memory, gpu.settings()),
+            lambda: by_row_checks.launch_whole(case, given, memory, settings_here()),
             lambda: memory["out"][some],
         )
 
@@ -145,7 +146,7 @@ def row(layer: Layer, tokens: int) -> Row:
         out = torch.empty(given.x.shape, dtype=torch.float32, device=gpu.DEVICE)
         return Call(
             lambda: gpu.module("sm90_moe_nvfp4").KERNEL.run(
-                problem, gpu.settings(), None, **given.operands, out=out
+                problem, settings_here(), None, **given.operands, out=out
             ),
             lambda: out[some],
         )

@@ -22,14 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from degarble.harness.backends.cutedsl.kernels import Kernels
 from degarble.kernels.runtime.forms import KernelForm
-from degarble.kernels.runtime.kernel import place_of
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.bench import decoder
 from degarble.suites.bench.kernel_peers import report, whole_layers
 from degarble.suites.bench.kernel_peers.__main__ import FORMS, GROUPS, rows_of
 from degarble.suites.bench.kernel_peers.contest import OURS, TimedRow, Unavailable
 from degarble.suites.bench.kernel_peers.rows import PLAIN
-from degarble.suites.support.pretended_gpu import pretended_gpu
+from degarble.suites.support.pretended_gpu import noted_in, pretended_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -49,13 +48,8 @@ class RememberingWithoutGpu(decoder.Remembering):
 def forms_heard(found: dict[KernelForm, None]) -> Iterator[None]:
     """Pretend a GPU; `found` gets the forms that would be compiled."""
 
-    def heard(kernel: Any, form: Any) -> None:
-        place = place_of(kernel)
-        assert place, f"no module holds the kernel of {form}"
-        found[KernelForm(place, form)] = None
-
     with ExitStack() as stack:
-        stack.enter_context(pretended_gpu(SM90A.name, "cpu", heard))
+        stack.enter_context(pretended_gpu(SM90A.name, "cpu", noted_in(found)))
         stack.enter_context(mock.patch.object(decoder, "Remembering", RememberingWithoutGpu))
         stack.enter_context(mock.patch.object(decoder, "SETS", 1))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

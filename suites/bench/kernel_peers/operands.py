@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.cli.values import settings_here
 from degarble.harness.formats.codec import decode_array, decode_pairs
 from degarble.harness.formats.number_formats import E2M1, E4M3, NibbleOrder
 from degarble.suites.bench import gpu
@@ -39,7 +40,7 @@ def ours(
     def make(number: int) -> Call:
         of = gpu.module(kernel).KERNEL
         tensors = gpu.drawn(of, problem, given(number))
-        return Call(partial(of.run, problem, gpu.settings(), **tensors), lambda: result(tensors))
+        return Call(partial(of.run, problem, settings_here(), **tensors), lambda: result(tensors))
 
     return Contender(name, make)
 

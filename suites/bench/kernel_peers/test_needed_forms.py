@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.forms import KernelForm
 from degarble.kernels.runtime.kernel import Kernel
-from degarble.suites.bench import gpu
 from degarble.suites.bench.kernel_peers import needed_forms
 from degarble.suites.bench.kernel_peers.__main__ import FORMS, GROUPS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from degarble.kernels.runtime.compiling import CompileSettings
 
 pytestmark = pytest.mark.needs("cutlass")
 
@@ -22,14 +24,16 @@ LONG = ("tokens", "layers")  # groups whose steps have hundreds of launches
 WITHOUT = {"bits: healthy captures, planted faults"}  # a row that launches nothing
 
 
-def test_rows_ask_the_cache_for_listed_forms_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_ask_the_cache_for_listed_forms_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     caches, run_checked = set(), Kernel.run_checked
 
     def noted(kernel: Any, problem: Any, settings: CompileSettings, *told: Any) -> None:
         caches.add(settings.cache_folder)
         run_checked(kernel, problem, settings, *told)
 
-    monkeypatch.setattr(gpu, "settings", lambda: CompileSettings(cache_folder=Path("cache")))
+    monkeypatch.setenv("DEGARBLE_KERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(Kernel, "run_checked", noted)
     listed = defaultdict[str, set[KernelForm]](set)
     for raw in json.loads(FORMS.read_text())["forms"]:
@@ -42,7 +46,7 @@ def test_rows_ask_the_cache_for_listed_forms_alone(monkeypatch: pytest.MonkeyPat
     assert of_groups == found.keys() - WITHOUT, f"run {needed_forms.__name__}"
     for row in of_groups:
         assert found[row] == listed[row], f"{row}: run {needed_forms.__name__}"
-    assert caches == {Path("cache")}
+    assert caches == {tmp_path / "cache"}
 
 
 @pytest.mark.slow
